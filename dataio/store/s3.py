@@ -110,8 +110,9 @@ class S3Store(BucketStore):
         stream = blocks(parts, name)
         first, second = next(stream), next(stream, None)
         if second is None:
-            self._client.run(call_async(lambda: self._put(key, first.getbuffer()), self._policy))
-            return first.getbuffer().nbytes
+            body = first.getvalue()  # no copy, and no view that the traceback of an error keeps together with the stream
+            self._client.run(call_async(lambda: self._put(key, body), self._policy))
+            return len(body)
         upload = Upload(client=self._client, key=full, name=name, policy=self._policy, entry=entry)
         return upload.send(itertools.chain([first, second], stream))
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Iterator
 
@@ -491,6 +492,22 @@ def test_an_upload_survives(behind: Store, proxy: FaultProxy, fault: Fault, meth
     assert behind.put_multipart("k", [body]) == len(body)
     assert proxy.fired == {fault: 1}
     assert behind.get("k") == body
+
+
+def test_the_error_of_an_object_of_one_part_holds_no_view_of_the_part(client: str, s3_url: str) -> None:
+    """The error may end in a cycle. Python 3.13 then prints a BufferError for a stream of which there is a view."""
+    with FaultProxy("http://127.0.0.1:9") as proxy:
+        gone = proxy.endpoint
+    with (
+        S3Store(parse(s3_url, {"endpoint_url": gone}), Policy(attempts=1)) as store,
+        pytest.raises(TransientError) as caught,
+    ):
+        store.put_multipart("k", [b"abc"])
+    variables = [value for frame, _ in traceback.walk_tb(caught.tb) for value in frame.f_locals.values()]
+    streams = [value for value in variables if isinstance(value, io.BytesIO)]
+    assert streams
+    for stream in streams:
+        stream.close()  # a BufferError where somebody holds a view
 
 
 def test_an_upload_that_fails_for_good_is_aborted(s3_url: str, proxy: FaultProxy) -> None:
