@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import torch
 
-from headrace.checkpoint import Checkpointer, Keep
-from headrace.checkpoint.repository import check, collect
+from headrace.checkpoint import Checkpointer, Keep, read
+from headrace.checkpoint.repository import check, collect, survey, usage
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar import protocol as m
@@ -103,6 +103,32 @@ def test_check_and_collection_accept_the_repository_and_keep_what_they_must(gold
         found = make.tensors_of(url, run, step)
         assert found
         assert found == kept.get(f"{run} {step}", found)
+
+
+def test_steps_in_groups_without_totals_are_read_listed_and_collected(tmp_path: Path) -> None:
+    """Five ranks in groups of two wrote them, with the code of 237101d7: its decisions have no totals.
+
+    The state is that of `tests.support.grouped_ranks`, with 30 columns, and with 85,000 elements in "frozen".
+    """
+    url = str(shutil.copytree(Path(__file__).parent / "grouped", tmp_path / "golden"))
+    whole = torch.arange(70 * 30, dtype=torch.float32).reshape(70, 30)
+    with open_store(url) as store:
+        assert [(line.run, line.step, line.world_size) for line in survey.survey(store).steps] == [
+            *(("dcp", 3, 5), ("own", 1, 5), ("own", 2, 5))
+        ]
+        assert check.check(store).clean
+        assert len(usage.usage(store, "own").runs) == 1
+        done = collect.retain(store, "own", Keep(last=1))
+        assert done is not None
+        assert [step.step for step in done.tombstones] == [1]
+        assert len([key for key, _ in done.objects if key.endswith(".pack")]) == 0  # step 2 needs "frozen" of all ranks
+        assert check.check(store).clean
+    for run, step, path in (("own", 2, "model/"), ("dcp", 3, "")):
+        with read(url, run=run, step=step) as saved:
+            assert torch.equal(saved[f"{path}rows"].read(), whole * step)
+            assert torch.equal(saved[f"{path}columns"].read(), whole * step)
+            assert torch.equal(saved[f"{path}common"].read(), whole + 1)
+            assert torch.equal(saved[f"{path}frozen"].read(), (torch.arange(85_000) % 7).float())
 
 
 def test_a_dataset_has_the_samples_that_were_packed(golden: Path) -> None:
