@@ -69,6 +69,7 @@ def actions(steps: int, ranks: int) -> list[Action]:
     return [
         Action("latest step", "latest", (steps,)),
         _ckpt("ls", "URL"),
+        _ckpt("du", "URL"),
         _ckpt("show", "URL", *run),
         _ckpt("show", "URL", *run, "--step", str(middle), "--tensors"),
         _ckpt("tag", "URL", _TAG, *run, "--step", str(middle)),

@@ -62,7 +62,7 @@ def own_elements(step: int, rank: int) -> list[int]:
 def objects(steps: int, ranks: int) -> int:
     """The number of objects in a repository of `steps` steps of `ranks` ranks each."""
     groups = names.group_count(ranks) if names.is_grouped(ranks) else 0
-    return 2 + steps * (2 * ranks + groups + 2)
+    return 3 + steps * (2 * ranks + groups + 2)
 
 
 def fill(store: Store, steps: int, ranks: int, progress: Callable[[int], None] = lambda _: None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from headrace.checkpoint.format import chunking, group, manifest, names
 from headrace.checkpoint.format.chunking import Box, digest, whole
-from headrace.checkpoint.format.documents import Commit, Decision, encode
+from headrace.checkpoint.format.documents import VERSION, Commit, Decision, Newest, encode
 from headrace.checkpoint.format.group import Summary
 from headrace.checkpoint.format.manifest import Chunk, Manifest, PackName, Span, Tensor
 from headrace.checkpoint.state import tree
@@ -147,7 +147,7 @@ def save(bucket: Bucket, ranks: int) -> None:
 def closing_objects(
     run: str, step: int, attempt: str, summaries: Sequence[Summary], committed: float = 0.0
 ) -> Iterator[tuple[str, bytes]]:
-    """The objects that a commit in timeline 1 writes after the manifests: groups, decision, COMMIT.
+    """The objects that a commit in timeline 1 writes after the manifests: groups, decision, COMMIT, `newest.json`.
 
     Args:
         run (str): The run.
@@ -160,25 +160,29 @@ def closing_objects(
         Iterator[tuple[str, bytes]]: Key and content of each object, in the order in which they are written.
     """
     ranks = len(summaries)
-    digests = tuple(summary.member.manifest.hex() for summary in summaries)
-    decision = Decision(attempt=attempt, outcome="commit", manifests=digests)
-    if names.is_grouped(ranks):
-        digests = ()
-        for index in range(names.group_count(ranks)):
-            members = [summaries[rank] for rank in names.ranks_of_group(index, ranks)]
-            data = group.encode(group.join(attempt, index, ranks, members))
+    is_grouped = names.is_grouped(ranks)
+    parts = [names.ranks_of_group(g, ranks) for g in range(names.group_count(ranks))] if is_grouped else [range(ranks)]
+    tally, digests = group.Tally(attempt, ranks), list[str]()
+    for index, members in enumerate(parts):
+        joined = group.join(attempt, index, ranks, [summaries[rank] for rank in members])
+        tally.add(joined)
+        if is_grouped:
+            data = group.encode(joined)
             yield names.group(run, 1, step, attempt, index), data
-            digests += (digest(data).hex(),)
-        decision = Decision(
-            version=2,
-            attempt=attempt,
-            outcome="commit",
-            groups=digests,
-            world_size=ranks,
-            group_ranks=names.GROUP_RANKS,
-        )
+            digests.append(digest(data).hex())
+    decision = Decision(
+        version=Decision.newest if is_grouped else VERSION,
+        attempt=attempt,
+        outcome="commit",
+        manifests=() if is_grouped else tuple(summary.member.manifest.hex() for summary in summaries),
+        groups=tuple(digests),
+        world_size=ranks if is_grouped else 0,
+        group_ranks=names.GROUP_RANKS if is_grouped else 0,
+        totals=tally.totals(),
+    )
     yield names.decision(run, 1, step, attempt), encode(decision)
     yield names.commit(run, 1, step), encode(Commit(step=step, attempt=attempt, committed=committed))
+    yield names.newest(run, 1), encode(Newest(step=step))
 
 
 def boxes_of(rank: int, ranks: int) -> Iterator[tuple[str, Box]]:

@@ -32,7 +32,7 @@ def measured(folder: Path, steps: int, ranks: int, monkeypatch: pytest.MonkeyPat
     return part
 
 
-@pytest.mark.parametrize(("steps", "ranks", "objects"), [(6, 3, 50), (4, 120, 978)])
+@pytest.mark.parametrize(("steps", "ranks", "objects"), [(6, 3, 51), (4, 120, 979)])
 def test_all_actions_succeed_and_are_measured(
     steps: int, ranks: int, objects: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
