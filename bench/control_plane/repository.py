@@ -8,8 +8,8 @@ it starts a SeaweedFS server on loopback, which uses the same cores.
 
 Invariants: the actions that change nothing run before those that remove steps. A check of the whole repository, which
 takes longest, comes last. If `--json` is given, the file is written after each action, as `headrace bench -o` does.
-Failure behaviour: exit code 1 if an action failed, which the table names; 130 after an interrupt. A repository at a
-given URL stays. `UsageError` if the URL has a repository already.
+Failure behaviour: exit code 1 if an action failed, which the table names; 130 after an interrupt or SIGTERM, with the
+figures so far. A repository at a given URL stays. `UsageError` if the URL has a repository already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench.control_plane.repository_filling import RUN, fill, objects
-from headrace.bench.core.command import EXIT_CODES, exit_code, show_progress, text
+from headrace.bench.core.command import EXIT_CODES, exit_code, show_progress, sigterm_interrupts, text
 from headrace.bench.core.measure import Candidate, Progress, alternate, compile_packages
 from headrace.bench.core.processes import environment_variables
 from headrace.bench.core.report import short
@@ -161,7 +161,7 @@ def main(args: argparse.Namespace) -> int:
     found = Run(shown(words), started, environment(), [part])
     began = time.perf_counter()
     try:
-        with _repository(args.url) as url:
+        with sigterm_interrupts(), _repository(args.url) as url:
             for _ in measure(url, part, args.limit, show_progress()):
                 part.seconds = round(time.perf_counter() - began, 3)
                 if args.json:

@@ -94,7 +94,7 @@ def _measure(name: str, fill: Fill, show: Callable[[Part], str], args: argparse.
     started = datetime.now(UTC).isoformat(timespec="seconds")
     found = Run(shown(["headrace", "bench", name, *args.argv]), started, environment(args.directory))
     compile_packages()
-    with _sigterm_interrupts(), _scratch(args.directory) as scratch:
+    with sigterm_interrupts(), _scratch(args.directory) as scratch:
         found.parts.append(_filled(fill, Job(args.rounds, Path(scratch), show_progress(), args), name))
     if args.output:
         write(found, args.output)
@@ -113,7 +113,7 @@ def _scratch(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
+def sigterm_interrupts() -> Iterator[None]:
     """Treat SIGTERM as an interrupt, so that the results are kept if a time limit or a scheduler ends the program."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from headrace.bench.control_plane import repository, repository_filling
 from headrace.bench.control_plane.repository import METRICS, RETENTION, RETENTION_AGAIN
 from headrace.bench.control_plane.repository_filling import RUN
 from headrace.bench.core import measure, results
+from headrace.bench.core.measure import Candidate, Progress
 from headrace.bench.core.results import Part
 from headrace.checkpoint import cli, read
 from headrace.checkpoint.repository import check
@@ -117,3 +121,19 @@ def test_a_wrong_result_fails_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     (latest,), (code,) = (found.errors for found in part.candidates.values())
     assert "not step 9" in latest
     assert code.startswith("exit code 2")
+
+
+def test_an_interrupted_command_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(
+        candidates: Sequence[Candidate], rounds: int, progress: Progress, *_: object, seconds: float
+    ) -> None:
+        assert seconds == 7
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(repository, "alternate", interrupted)
+    file, url = tmp_path / "figures.json", str(tmp_path / "repository")
+    size = ["--steps", "4", "--ranks", "1", "--limit", "7"]
+    assert repository.main([*size, "--url", url, "--json", str(file)]) == 130
+    (part,) = results.read(file).parts
+    assert part.status == "interrupted"
+    assert part.settings["objects"] == repository_filling.objects(4, 1)
