@@ -56,6 +56,7 @@ WRAPPERS: dict[type[Store], Callable[[Store], Store]] = {
     SavingStore: lambda inner: SavingStore(inner, NOTHING, NOTHING),
     GdsStore: lambda inner: GdsStore(inner, NOTHING),
     Faulty: lambda inner: Faulty(inner, []),
+    Requests: lambda inner: Requests(inner, Counter()),
     Late: Late,
     Wrapped: Wrapped,
 }

@@ -34,6 +34,8 @@ _HEAD = struct.Struct("<8sQQQ")
 TRAILER_BYTES = _HEAD.size + DIGEST_BYTES
 _FOOTER_BYTES = 16 * MIB
 _ZEROS = bytes(ALIGN)
+_TAIL_BYTES = 64 * KIB
+"""The number of bytes at the end of a pack that are read at once. Most tables are shorter."""
 
 
 class Entry(msgspec.Struct, array_like=True, frozen=True):
@@ -126,21 +128,26 @@ def _parts(chunks: Iterator[NewChunk], packed: Callable[[Entry], None]) -> Itera
     yield footer + head + digest(footer + head)
 
 
-def read_table(store: Store, key: str) -> tuple[Entry, ...]:
-    """Read and check a stored pack's table: its chunks are in order, without overlaps, inside the payload."""
+def read_table(store: Store, key: str, size: int | None = None) -> tuple[Entry, ...]:
+    """Read and check a stored pack's table: its chunks are in order, without overlaps, inside the payload.
+
+    `size` is the object's size in bytes, if the caller knows it. Then most tables take one request.
+    """
     try:
-        size = store.stat(key).size
+        size = store.stat(key).size if size is None else size
+        if size < TRAILER_BYTES:
+            raise _damaged(key, f"{size} bytes are too few")
+        begin = max(0, size - _TAIL_BYTES)
+        end = _read(store, key, begin, size - begin)
     except NotFoundError:
         raise CorruptionError(f"{key} is missing", hint="the steps that need it cannot be restored") from None
-    if size < TRAILER_BYTES:
-        raise _damaged(key, f"{size} bytes are too few")
-    tail = _read(store, key, size - TRAILER_BYTES, TRAILER_BYTES)
+    tail = end[-TRAILER_BYTES:]
     magic, version, at, length = _HEAD.unpack_from(tail)
     if magic != MAGIC:
         raise _damaged(key, "it does not end in a trailer")
     if at + length + TRAILER_BYTES != size or length > _FOOTER_BYTES:
         raise _damaged(key, "its trailer does not fit its length")
-    footer = _read(store, key, at, length)
+    footer = end[at - begin : at - begin + length] if at >= begin else _read(store, key, at, length)
     if digest(footer + tail[: _HEAD.size]) != tail[_HEAD.size :]:
         raise _damaged(key, "the footer does not match its digest")
     if not VERSION <= version <= NEWEST:

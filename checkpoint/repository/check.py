@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from headrace.checkpoint.format import codec, names, pack
@@ -20,6 +20,7 @@ from headrace.checkpoint.format.manifest import Chunk, Manifest
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step, open_step
+from headrace.checkpoint.repository.inventory import many
 from headrace.checkpoint.repository.survey import Problem, Report, survey, was_removed
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import (
@@ -29,6 +30,9 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.store.base import Store
+
+
+_MISSING = "it is missing"
 
 
 @dataclass(slots=True)
@@ -53,7 +57,7 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
     needs = _Needs()
     for step in steps:
         needs.add(step)
-    sound = [key for key in sorted(needs.chunks) if _check_table(store, key, needs, report)]
+    sound = _check_tables(store, needs, report)
     if data:
         _check_data(store, sound, needs, report)
     if report.problems:
@@ -93,23 +97,42 @@ def _label(step: Step) -> str:
     return f"{step.run}/{step.base.timeline}/{step.base.step}"
 
 
-def _check_table(store: Store, key: str, needs: _Needs, report: Report) -> bool:
-    """Compare the pack's own table with the manifests and report differences. Returns whether the pack exists."""
-    report.packs += 1
-    if not store.exists(key):
-        report.problems.append(Problem(key, "it is missing", _hits(needs, key, needs.chunks[key].values())))
-        return False
+def _check_tables(store: Store, needs: _Needs, report: Report) -> list[str]:
+    """Compare each pack's own table with the manifests and report differences. Returns the packs that exist."""
+    keys = sorted(needs.chunks)
+    attempts = sorted({at[0] for at in map(names.parse_pack_key, keys) if at is not None})
+    sizes: dict[str, int] = {}
+    for found in many(lambda each: [(info.key, info.size) for info in store.list(names.packs(each))], attempts):
+        sizes.update(found)
+    existing = []
+    for key, table in many(lambda key: (key, _read_table(store, key, sizes.get(key))), keys):
+        report.packs += 1
+        needed = needs.chunks[key].values()
+        if isinstance(table, str):
+            report.problems.append(Problem(key, table, _hits(needs, key, needed)))
+        else:
+            for chunk in needed:
+                _compare(key, chunk, table, needs, report)
+        if table != _MISSING:
+            existing.append(key)
+    return existing
+
+
+def _read_table(store: Store, key: str, size: int | None) -> Mapping[int, pack.Entry] | str:
+    """The table of a pack by offset, or what is wrong with it."""
     try:
-        table = {entry.offset: entry for entry in pack.read_table(store, key)}
+        if size is None and not store.exists(key):
+            return _MISSING
+        return {entry.offset: entry for entry in pack.read_table(store, key, size)}
     except (CorruptionError, UnsupportedError) as error:
-        report.problems.append(Problem(key, error.message, _hits(needs, key, needs.chunks[key].values())))
-        return True
-    for chunk in needs.chunks[key].values():
-        entry = table.get(chunk.offset)
-        if entry is None or (entry.digest, entry.stored, entry.raw) != (chunk.digest, chunk.stored, chunk.raw):
-            what = f"its table lacks the chunk at offset {chunk.offset} that a manifest names"
-            report.problems.append(Problem(key, what, _hits(needs, key, [chunk])))
-    return True
+        return error.message
+
+
+def _compare(key: str, chunk: Chunk, table: Mapping[int, pack.Entry], needs: _Needs, report: Report) -> None:
+    entry = table.get(chunk.offset)
+    if entry is None or (entry.digest, entry.stored, entry.raw) != (chunk.digest, chunk.stored, chunk.raw):
+        what = f"its table lacks the chunk at offset {chunk.offset} that a manifest names"
+        report.problems.append(Problem(key, what, _hits(needs, key, [chunk])))
 
 
 def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Report) -> None:

@@ -87,7 +87,7 @@ def _is_lost(store: Store, run: str, number: int) -> bool:
 
     A timeline that was opened after the listing has its document.
     """
-    there = next(iter(store.list(names.timeline_steps(run, number))), None) is not None
+    there = next(iter(store.list_folders(names.timeline_steps(run, number))), None) is not None
     return there and not store.exists(names.timeline(run, number))
 
 

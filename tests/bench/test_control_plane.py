@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.control_plane import commit, figures, plan, restore, state
+from headrace.bench.control_plane import commit, figures, plan, restore, state, steps
 from headrace.bench.control_plane.figures import METRICS, Figures
 from headrace.bench.workloads import simulate as cluster_model
+from headrace.checkpoint.repository import collect
 from headrace.dataio.core.errors import UsageError
 from tests.support.benchmarks import run_part
 
@@ -17,6 +18,7 @@ MEASURED = {
     "commit": {"commit_seconds": 0.5, "requests": 0.0, "later_requests": 0.0},
     "restore": {"requests": 0.0},
     "one_rank": {"cpu_seconds": 0.3, "mib": 30.0},
+    "steps": {"latest_s": 0.1, "latest_requests": 7, "retention_s": 2.0, "retention_requests": 120},
 }
 
 MEASURED_AT_ONCE = {
@@ -100,6 +102,14 @@ def test_two_saves_of_a_hundred_and_twenty_ranks_take_five_requests_a_rank_or_le
 
 
 @pytest.mark.process
+def test_a_repository_of_many_steps_takes_as_many_requests_as_one_of_few() -> None:
+    few, many = steps.measure(40, 120, 0.02), steps.measure(400, 120, 0.02)
+    assert many["latest_requests"] == few["latest_requests"] <= 8
+    assert many["retention_requests"] <= few["retention_requests"] + collect.AT_ONCE  # listings of live packs
+    assert many["first_retention_requests"] > 3 * 400 > few["first_retention_requests"]
+    assert 0.1 < many["latest_s"] < 0.5
+
+
 def test_the_command_prints_the_figures_with_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
     part = run_part(capsys, "simulate", "--control-plane", "--ranks", "8", "--latency-ms", "5")
     assert part.settings == {"ranks": 8, "latency_ms": 5.0, "extrapolated": False, "laws": {}}

@@ -50,7 +50,7 @@ def test_all_actions_succeed_and_are_measured(
         assert all(value > 0 for metric in METRICS for value in found.metrics[metric]), name
     assert part.candidates["ckpt ls"].metrics["lines"] == [steps]
     by_steps = part.candidates["ckpt ls"].metrics["requests"][0]
-    assert by_steps > steps * (1 + ranks)
+    assert 3 * steps < by_steps < 3 * steps + 20  # no manifests
 
 
 def test_every_command_of_ckpt_is_measured() -> None:
