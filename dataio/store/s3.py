@@ -110,7 +110,8 @@ class S3Store(BucketStore):
         stream = blocks(parts, name)
         first, second = next(stream), next(stream, None)
         if second is None:
-            body = first.getvalue()  # no copy, and no view that the traceback of an error keeps together with the stream
+            # no copy, and no view, which the traceback of an error would keep together with the stream
+            body = first.getvalue()
             self._client.run(call_async(lambda: self._put(key, body), self._policy))
             return len(body)
         upload = Upload(client=self._client, key=full, name=name, policy=self._policy, entry=entry)
