@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from headrace.bench.control_plane.repository_actions import Requests
 from headrace.checkpoint.gds.restoring import GdsStore
 from headrace.checkpoint.gds.saving import SavingStore
 from headrace.checkpoint.saving.progress import RecordingStore

@@ -26,7 +26,7 @@ from headrace.checkpoint.format.chunking import ALIGN, CHUNK_BYTES, DIGEST_BYTES
 from headrace.checkpoint.format.documents import VERSION, newer
 from headrace.checkpoint.format.manifest import CODECS, NEWEST, PACK_BYTES, RAW, version_for
 from headrace.dataio.core.errors import CorruptionError, NotFoundError
-from headrace.dataio.core.limits import MIB
+from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.store.base import Buffer, Store
 
 MAGIC = b"MLRPACK\0"

@@ -31,7 +31,6 @@ from headrace.dataio.core.errors import (
 from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.store.base import Store
 
-
 _MISSING = "it is missing"
 
 

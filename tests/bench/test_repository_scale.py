@@ -50,7 +50,7 @@ def test_all_actions_succeed_and_are_measured(
         assert all(value > 0 for metric in METRICS for value in found.metrics[metric]), name
     assert part.candidates["ckpt ls"].metrics["lines"] == [steps]
     by_steps = part.candidates["ckpt ls"].metrics["requests"][0]
-    assert 3 * steps < by_steps < 3 * steps + 20  # no manifests
+    assert 3 * steps < by_steps < 5 * steps + 40  # the manifests of all ranks are not read
 
 
 def test_every_command_of_ckpt_is_measured() -> None:
