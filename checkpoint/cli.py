@@ -1,7 +1,8 @@
-"""`headrace ckpt`: list, measure, check, show, tag and remove the steps of a checkpoint repository.
+"""`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository, and add up their sizes.
 
-Invariant: the command runs without torch. `ls`, `du`, `check` and `show` change nothing, except that they write the missing
-COMMIT of a complete attempt, as every reader does. `retain` and `gc` print a plan and change nothing without `--apply`.
+Invariant: the command runs without torch. `ls`, `du`, `check` and `show` change nothing, except that they write the
+missing COMMIT of a complete attempt, as every reader does. `ls`, `du` and `check` may also write a lease and delete it
+(`survey`). `retain` and `gc` print a plan and change nothing without `--apply`.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. The next collection finishes one
 that stopped.
 """
@@ -204,11 +205,9 @@ def _du(store: Store, options: argparse.Namespace) -> int:
         print(json.dumps(asdict(found), indent=1))
         return 0
     for each in found.runs:
-        steps = (
-            f"{counted(each.steps, 'step')}  {format_bytes(each.state)} of state  {format_bytes(each.stored)} stored"
-        )
+        steps, state, stored = counted(each.steps, "step"), format_bytes(each.state), format_bytes(each.stored)
         rest = f"  {format_bytes(each.other_stored)} of attempts that are no step" if each.other_packs else ""
-        print(f"{each.run}  {steps} in {counted(each.packs, 'pack')}{rest}")
+        print(f"{each.run}  {steps}  {state} of state  {stored} stored in {counted(each.packs, 'pack')}{rest}")
     if found.unknown_packs:
         print(f"{format_bytes(found.unknown_stored)} in {counted(found.unknown_packs, 'pack')} that belong to no run")
     print(f"{format_bytes(found.stored)} in {counted(found.packs, 'pack')}")

@@ -1,15 +1,16 @@
 """Measures commands and background work on a repository with thousands of steps.
 
 It fills a repository with small, valid steps (`repository_filling`). Then it runs each command of `headrace ckpt`, the
-search for the latest step, a restore and retention, each in a process of its own (`repository_actions`). Without a URL
-it starts a SeaweedFS server on loopback, which uses the same cores.
+search for the latest step, a restore and retention, each in its own process (`repository_actions`). Without a URL it
+starts a SeaweedFS server on loopback, which uses the same cores.
 
     python -m headrace.bench.control_plane.repository [--steps N] [--ranks N] [--url URL] [--json FILE]
 
 Invariants: the actions that change nothing run before those that remove steps. A check of the whole repository, which
 takes longest, comes last. If `--json` is given, the file is written after each action, as `headrace bench -o` does.
-Failure behaviour: exit code 1 if an action failed, which the table names; 130 after an interrupt or SIGTERM, with the
-figures so far. A repository at a given URL stays. `UsageError` if the URL has a repository already.
+Failure behaviour: exit code 1 if an action failed; the table names the action. After an interrupt or SIGTERM, the
+figures so far are printed, and the exit code is 130. A repository at a given URL is not deleted. `UsageError` if the
+URL has a repository already.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ METRICS = {
     "seconds": Metric("time", "s"),
     "peak_mib": Metric("peak memory", "MiB"),
     "requests": Metric("requests", ""),
-    "list": Metric("of them listings", ""),
+    "list": Metric("listings among them", ""),
 }
 _MODULE = "headrace.bench.control_plane.repository_actions"
 _LEAST_STEPS = 4
@@ -118,7 +119,7 @@ def measure(url: str, part: Part, limit: float, progress: Progress) -> Iterator[
 
 
 def _divide(found: dict[str, Samples]) -> None:
-    """Give the second removal of `repository_actions.retention` a row of its own."""
+    """Move the figures of the second removal of `repository_actions.retention` to a separate row."""
     both = found[RETENTION].metrics
     second = {name.removeprefix(_AGAIN): both.pop(name) for name in list(both) if name.startswith(_AGAIN)}
     found[RETENTION_AGAIN] = Samples(second, found[RETENTION].errors)

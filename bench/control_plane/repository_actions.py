@@ -1,11 +1,11 @@
-"""The actions that `headrace.bench.control_plane.repository` measures. Each runs in a process of its own.
+"""The actions that `headrace.bench.control_plane.repository` measures. Each runs in its own process.
 
-Every function returns seconds of the action (without the start of the process), the peak memory of the process, the
-requests to the store in all and by operation, and a list of errors.
+Every function returns the duration of the action in seconds (without the start of the process), the peak memory of the
+process, the number of requests to the store in total and by operation, and a list of errors.
 
-Invariant: requests are counted where the back end gets them. A listing counts one request for each 1,000 names, and a
-deletion one for each 1,000 keys, as S3 does. Attempts that are repeated count, too. Only names that the caller reads
-count. With SeaweedFS the client sends more requests: it reads every listing to its end, to sort it.
+Invariant: the calls of the back end are counted, so retries count, too. A listing counts one request for each 1,000
+names that the caller reads, and a deletion one for each 1,000 keys, as S3 pages them. With SeaweedFS the client sends
+more requests, because it reads every listing to its end to sort it.
 Failure behaviour: an action with wrong results or an exit code other than 0 returns an error. Other errors are raised.
 """
 
@@ -93,7 +93,7 @@ class Meter:
 
     def measure(self, action: Callable[[], list[str]]) -> dict[str, Any]:
         """Run `action`, which returns a list of errors, and return its figures."""
-        with contextlib.suppress(OSError):  # the peak then includes earlier actions
+        with contextlib.suppress(OSError):  # if the peak cannot be reset, it includes earlier actions
             Path("/proc/self/clear_refs").write_text("5")
         self._counts.clear()
         began = time.perf_counter()
@@ -123,7 +123,7 @@ def ckpt(url: str, *arguments: str) -> dict[str, Any]:
 
 
 def latest(url: str, step: int) -> dict[str, Any]:
-    """Find the latest step, which is `step`."""
+    """Find the latest step. Finding another step than `step` is an error."""
     from headrace.bench.control_plane.repository_filling import RUN
     from headrace.checkpoint.repository import steps as repository
 
@@ -139,10 +139,10 @@ def latest(url: str, step: int) -> dict[str, Any]:
 
 def restore(url: str, step: int, ranks: int) -> dict[str, Any]:
     """Read all tensors of a step of `ranks` ranks in one process, and compare their values."""
-    from headrace.bench.control_plane.repository_filling import LENGTH, RUN, SPREAD, elements, own_elements
+    from headrace.bench.control_plane.repository_filling import LENGTH, RUN, SHARDED, elements, own_elements
     from headrace.checkpoint import read
 
-    expected = {name: elements(name, step, 0, ranks * LENGTH) for name in SPREAD} | {"own": own_elements(step, 0)}
+    expected = {name: elements(name, step, 0, ranks * LENGTH) for name in SHARDED} | {"own": own_elements(step, 0)}
     meter = Meter(url)
 
     def run() -> list[str]:

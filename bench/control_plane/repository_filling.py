@@ -1,10 +1,10 @@
 """Fills a repository with committed steps for `headrace.bench.control_plane.repository`, without running their saves.
 
-Every rank has four tensors of a few integers, whose values follow from the step and the rank. Three tensors are spread
-over all ranks, and one belongs to its rank. The tensor "frozen" is the same in all steps. It is stored in the packs of
-the first step only, and the manifests of all later steps reference these packs, as deduplication does.
+Every rank has four tensors of a few integers. Their values depend on the step and the rank. Three tensors are sharded
+over all ranks. Each rank has a tensor "own" with other values. The tensor "frozen" is the same in all steps. It is
+stored in the packs of the first step only. The manifests of later steps reference these packs, as after deduplication.
 
-Invariant: the objects have the keys and the contents that a saver would write. Attempt ids follow from the step, so
+Invariant: the objects have the keys and the contents that a saver would write. Attempt ids depend on the step only, so
 another process can add a step later.
 Failure behaviour: `UsageError` if there is a repository already. Errors of the store are raised.
 """
@@ -31,16 +31,16 @@ from headrace.dataio.store.base import Store
 
 RUN = "exp"
 LENGTH = 16
-"""The number of elements that a rank has of each spread tensor."""
-SPREAD = ("weight", "moment", "frozen")
+"""The number of elements that a rank has of each sharded tensor."""
+SHARDED = ("weight", "moment", "frozen")
 THREADS = 32
 """The number of threads that write objects."""
-_ROUND = 10**6
+_STRIDE = 10**6
 """The difference between the values of two steps."""
 _START, _BETWEEN = 1_780_000_000, 60
-"""When the first step was committed, in seconds since the epoch, and seconds between two steps."""
+"""The time of the first commit, in seconds since the epoch, and the seconds between two commits."""
 _WORKER = "00000000"
-_TREE = tree.encode({**{name: tree.TensorRef(name) for name in (*SPREAD, "own")}, "format": "filled"})
+_TREE = tree.encode({**{name: tree.TensorRef(name) for name in (*SHARDED, "own")}, "format": "filled"})
 
 
 def attempt_of(step: int) -> str:
@@ -49,9 +49,9 @@ def attempt_of(step: int) -> str:
 
 
 def elements(name: str, step: int, first: int, count: int) -> list[int]:
-    """`count` elements of a spread tensor of the step, from element `first` on."""
+    """`count` elements of a sharded tensor of the step, from element `first` on."""
     sign, offset = {"weight": (1, step), "moment": (-1, step), "frozen": (1, 0)}[name]
-    return [sign * (offset * _ROUND + place) for place in range(first, first + count)]
+    return [sign * (offset * _STRIDE + index) for index in range(first, first + count)]
 
 
 def own_elements(step: int, rank: int) -> list[int]:
@@ -101,7 +101,7 @@ def _add(store: Store, step: int, ranks: int, pool: Executor) -> None:
 
 def _write_rank(store: Store, step: int, rank: int, ranks: int) -> Summary:
     """Write the pack and the manifest of a rank."""
-    payloads = [_bytes([*_of_step(step, rank), *own_elements(step, rank)])]
+    payloads = [_bytes([*_changing_elements(step, rank), *own_elements(step, rank)])]
     frozen = _bytes(elements("frozen", step, rank * LENGTH, LENGTH))
     if step == 1:
         payloads.insert(0, frozen)
@@ -114,8 +114,8 @@ def _write_rank(store: Store, step: int, rank: int, ranks: int) -> Summary:
     return group.summarize(found, data)
 
 
-def _of_step(step: int, rank: int) -> list[int]:
-    """The elements of the spread tensors that differ in each step."""
+def _changing_elements(step: int, rank: int) -> list[int]:
+    """The rank's elements of the sharded tensors that differ in each step."""
     return [value for name in ("weight", "moment") for value in elements(name, step, rank * LENGTH, LENGTH)]
 
 
@@ -128,13 +128,13 @@ def _pack_name(step: int, rank: int) -> PackName:
 
 
 def _manifest(step: int, rank: int, ranks: int, entry: pack.Entry, frozen: bytes) -> Manifest:
-    """The manifest of a rank. `entry`: its chunk of this step. The chunk of "frozen" is the first of its pack."""
+    """The manifest of a rank. `entry`: the chunk of this step. The chunk of "frozen" is the first in its pack."""
     packs = tuple(dict.fromkeys((_pack_name(step, rank), _pack_name(1, rank))))
     chunks = (
         Chunk(entry.digest, 0, entry.offset, entry.stored, entry.raw),
         Chunk(digest(frozen), len(packs) - 1, 0, len(frozen), len(frozen)),
     )
-    size, frozen_again = entry.raw + len(frozen), len(frozen) if step > 1 else 0
+    size, deduplicated = entry.raw + len(frozen), len(frozen) if step > 1 else 0
     return Manifest(
         run=RUN,
         timeline=1,
@@ -150,15 +150,15 @@ def _manifest(step: int, rank: int, ranks: int, entry: pack.Entry, frozen: bytes
         tree=_TREE,
         replicas=_plan(ranks),
         bytes_state=size,
-        bytes_written=size - frozen_again,
-        bytes_deduplicated=frozen_again,
+        bytes_written=size - deduplicated,
+        bytes_deduplicated=deduplicated,
     )
 
 
 def _specs(rank: int, ranks: int) -> list[TensorSpec]:
     box = Box((ranks * LENGTH,), (rank * LENGTH,), (LENGTH,))
     own = TensorSpec("own", "int64", whole((len(own_elements(0, rank)),)), False)
-    return [*(TensorSpec(name, "int64", box, True) for name in SPREAD), own]
+    return [*(TensorSpec(name, "int64", box, True) for name in SHARDED), own]
 
 
 def _tensors(rank: int, ranks: int) -> tuple[Tensor, ...]:

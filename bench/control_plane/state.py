@@ -1,7 +1,7 @@
 """The state whose saves and restores are measured: a model of 405 billion parameters with AdamW.
 
-It has 1,137 parameters in bfloat16, two moments in float32, and a step count for each, spread by FSDP over all ranks.
-Only names, shapes and manifests are made. No tensor is in memory.
+It has 1,137 parameters in bfloat16. AdamW has two moments in float32 and a step count for each parameter. FSDP shards
+all of them over all ranks. Only names, shapes and manifests are made. No tensor is in memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PARAMETERS = list(parameters())
 
 
 def box_of(shape: tuple[int, ...], rank: int, ranks: int) -> Box | None:
-    """The part of a rank, as FSDP cuts the first dimension; None for a rank without a part."""
+    """The shard of a rank, as FSDP divides the first dimension; None for a rank without a shard."""
     step = -(-shape[0] // ranks)
     start = min(rank * step, shape[0])
     size = min(step, shape[0] - start)
@@ -55,7 +55,7 @@ def box_of(shape: tuple[int, ...], rank: int, ranks: int) -> Box | None:
 
 
 class Tables:
-    """The tables of one rank's manifest: small tensors share chunks of a mebibyte, large ones have their own chunks."""
+    """The tables of one rank's manifest. Small tensors share chunks of 1 MiB. Large ones have their own chunks."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._small, self._used, self._at = rank, -1, MIB, 0

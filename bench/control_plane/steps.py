@@ -1,7 +1,9 @@
 """Measures a repository of many steps: the search for the latest step, and retention after a commit, in virtual time.
 
-Each step has its COMMIT, its decision and one pack. Only the steps that retention removes have the manifests and packs
-of all ranks, because no other step's objects are listed. CPU time passes as virtual time.
+Each step has its COMMIT, its decision and one pack. To save memory, only the steps that retention removes have the
+manifests and packs of all ranks. So the figures of retention are too low for jobs of more than 1,000 ranks: listings of
+the new step, and of the packs of up to `collect.AT_ONCE` steps, would take a second page. The first retention lists the
+objects of every step. CPU time passes as virtual time.
 
     python -m headrace.bench.control_plane.steps STEPS RANKS [LATENCY]
 """
@@ -30,7 +32,7 @@ _DIGEST = "0" * 64
 
 @dataclass
 class Cost:
-    """What an operation took: seconds, and requests."""
+    """The seconds and the requests of an operation."""
 
     seconds: float
     requests: int
@@ -52,7 +54,7 @@ class Repository:
             self.add()
 
     def add(self) -> None:
-        """Add one committed step. The first three have the objects of all ranks."""
+        """Add one committed step. Only the first three steps have the objects of all ranks."""
         self._steps += 1
         attempt = Attempt(RUN, 1, self._steps * _STEP, names.new_id(self.clock), self.ranks)
         for rank in range(self.ranks if self._steps <= 3 else 1):
@@ -89,7 +91,7 @@ class Repository:
         self.bucket.apply_put(key, body)
 
     def cost(self, work: Callable[[], object]) -> Cost:
-        """Run `work` in a process of its own."""
+        """Run `work` in a simulated process and return its cost."""
         before, requests = self.simulation.now, sum(self.bucket.requests.values())
         task = self.simulation.start(work, process=Process("measured"))
         with patched(self.simulation, inventory, group_commit):
@@ -102,13 +104,13 @@ class Repository:
         """Find the latest step."""
         found = steps.find(self.store, RUN, "latest")
         if found is None or found.step != self._steps * _STEP:
-            raise AssertionError(f"{found} was found, and not step {self._steps * _STEP}")
+            raise AssertionError(f"found {found}, not step {self._steps * _STEP}")
 
     def retain(self, collector: collect.Collector, last: int) -> None:
         """Remove the one step that the policy does not keep."""
         done = collect.retain(self.store, RUN, Keep(last=last), self.clock, collector)
         if done is None or len(done.tombstones) != 1 or len(done.objects) < 2 * self.ranks:
-            raise AssertionError(f"retention did not remove one step: {done}")
+            raise AssertionError(f"retention did not remove exactly one step with all its objects: {done}")
 
 
 def measure(count: int, ranks: int, latency: float) -> dict[str, float]:

@@ -97,7 +97,7 @@ class Timeline(Document, frozen=True, kw_only=True):
 
 
 class Newest(Document, frozen=True, kw_only=True):
-    """A recent step of a timeline, where a search for the latest step begins. The object may be old or missing."""
+    """A recent step of a timeline. A search for the latest step begins there. The object may be old or missing."""
 
     step: int
 
@@ -121,10 +121,10 @@ class Lease(Document, frozen=True, kw_only=True):
 
 
 class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manifests of a complete attempt hold together. So listings and collections need not read manifests.
+    """Sums over the manifests of a complete attempt. With them, listings and collections need not read manifests.
 
-    `tensors`: number of shards of tensors. `packs`: number of packs of the attempt itself that its manifests name.
-    `attempts`: the other attempts whose packs they name. Sizes are in bytes.
+    `tensors`: number of shards of tensors. `packs`: number of the attempt's own packs that its manifests name.
+    `attempts`: the other attempts whose packs the manifests name. Sizes are in bytes.
     """
 
     ranks: int
@@ -142,7 +142,8 @@ class Decision(Document, frozen=True, kw_only=True):
     The decision of a job of more than `names.GROUP_RANKS` ranks has version 2. It names the digests of the groups
     (`headrace.checkpoint.format.group`) instead, the world size, and the number of ranks in a group.
 
-    `totals` is None in documents of older versions, and if the attempt names packs of more than `MOST_ATTEMPTS` others.
+    `totals` is None in documents of older versions, and if the attempt names packs of more than `MOST_ATTEMPTS` other
+    attempts.
     """
 
     newest: ClassVar[int] = 2

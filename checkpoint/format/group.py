@@ -135,7 +135,7 @@ class Tally:
     is_complete: bool = True
 
     def add(self, each: Group | Manifest) -> None:
-        """Add one manifest or group. A group of an older version does not know its number of tensors."""
+        """Add one manifest or group. A group of an older version lacks the number of its tensors."""
         self.packs.update(each.packs)
         tensors = len(each.tensors) if isinstance(each, Manifest) else each.tensors
         self.tensors += tensors or 0
@@ -145,7 +145,7 @@ class Tally:
         self.bytes_deduplicated += each.bytes_deduplicated
 
     def totals(self) -> Totals | None:
-        """The totals; None if a group did not know its part, or if the packs belong to too many attempts."""
+        """The totals; None if a group lacks the number of its tensors, or if the packs belong to too many attempts."""
         attempts = sorted({pack.attempt for pack in self.packs} - {self.attempt})
         if not self.is_complete or len(attempts) > MOST_ATTEMPTS:
             return None

@@ -36,7 +36,7 @@ _MISSING = "it is missing"
 
 @dataclass(slots=True)
 class _Needs:
-    """What steps need from packs: by pack key, the chunks by offset, and the manifests that need them."""
+    """The chunks that steps need, by pack key and offset, and the manifests that need each pack."""
 
     chunks: dict[str, dict[int, Chunk]] = field(default_factory=lambda: defaultdict(dict))
     users: dict[str, list[tuple[Step, Manifest]]] = field(default_factory=lambda: defaultdict(list))
@@ -56,9 +56,9 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
     needs = _Needs()
     for step in steps:
         needs.add(step)
-    sound = _check_tables(store, needs, report)
+    existing = _check_tables(store, needs, report)
     if data:
-        _check_data(store, sound, needs, report)
+        _check_data(store, existing, needs, report)
     if report.problems:
         report.problems = _of_remaining_steps(store, steps, report.problems)
     if run is None and not report.problems:
@@ -118,7 +118,7 @@ def _check_tables(store: Store, needs: _Needs, report: Report) -> list[str]:
 
 
 def _read_table(store: Store, key: str, size: int | None) -> Mapping[int, pack.Entry] | str:
-    """The table of a pack by offset, or what is wrong with it."""
+    """The table of a pack by offset, or the reason why it cannot be read."""
     try:
         if size is None and not store.exists(key):
             return _MISSING
@@ -153,7 +153,7 @@ def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Repor
 
 
 def _hits(needs: _Needs, key: str, chunks: Iterable[Chunk]) -> tuple[str, ...]:
-    """`run/timeline/step: tensor` for everything that needs any of these chunks of a pack."""
+    """`run/timeline/step: tensor` for each tensor that needs any of these chunks of a pack."""
     digests = {chunk.digest for chunk in chunks}
     hits = set()
     for step, manifest in needs.users[key]:

@@ -62,12 +62,12 @@ _TRIES = 10
 _BATCH = 1000
 AT_ONCE = 32
 """The maximum number of live attempts whose own packs a collection after a commit lists."""
-_BURIAL_SECONDS = plans.RECORD_SECONDS / 24
+_TOMBSTONE_WINDOW = plans.RECORD_SECONDS / 24
 """The maximum time in seconds from a collector's record to its last tombstone."""
 
 
 class Collector:
-    """What a process that collects more than once keeps of one repository, so that it reads only what changed.
+    """The state that a process keeps between collections of one repository, so that it reads only changed objects.
 
     Args:
         store: The repository.
@@ -126,7 +126,7 @@ def _is_committed(store: Store, at: StepOfRun, seen: Inventory) -> bool:
 
 
 def preview(store: Store, pending_deletes: Collection[StepOfRun], clock: Clock = SYSTEM_CLOCK) -> Plan:
-    """Return what `collect` would do, without changing anything."""
+    """Return the plan of `collect` without changing anything."""
     _require_repo(store)
     collector, now = Collector(store), clock.time()
     first = collector.reader.look()  # no tombstone that this look sees is new at the next one
@@ -138,7 +138,7 @@ def preview(store: Store, pending_deletes: Collection[StepOfRun], clock: Clock =
 def retain(
     store: Store, run: str, keep: Keep, clock: Clock = SYSTEM_CLOCK, collector: Collector | None = None
 ) -> Plan | None:
-    """Remove the steps that the policy does not keep. Returns what was done; None if there is nothing to remove."""
+    """Remove the steps that the policy does not keep. Returns the executed plan; None if there is nothing to remove."""
     _require_repo(store)
     collector = collector or Collector(store)
     seen = collector.reader.look()
@@ -153,11 +153,11 @@ def collect(
     collector: Collector | None = None,
     keep: Keep | None = None,
 ) -> Plan:
-    """Remove the given steps and the leftovers of dead attempts; return what was done.
+    """Remove the given steps and the leftovers of dead attempts; return the executed plan.
 
     `keep` is the policy that selected the steps. A step that the policy keeps at the time of the removal stays. With
-    None the collection removes all given steps that no live lease references. With a `collector` that has collected
-    before, only leftovers that it has not looked at are removed.
+    None the collection removes all given steps that no live lease references. If the `collector` has collected before,
+    the collection does not examine leftovers that the `collector` has examined.
     """
     _require_repo(store)
     collector = collector or Collector(store)
@@ -176,7 +176,7 @@ def _collect(
     _finish_complete(store, first, clock)
     records = _records(first, set(pending_deletes), keep, clock)
     to_remove = {step for record in records.values() for step in record.steps}
-    until = clock.monotonic() + _BURIAL_SECONDS
+    until = clock.monotonic() + _TOMBSTONE_WINDOW
     now = _write(store, records)
     second = reader.look()
     aborted, spared = _fence(store, second, to_remove, now)
@@ -191,7 +191,7 @@ def _collect(
     _deleted()
     users.done()
     reader.changed(_steps_of(name for name, _ in objects))
-    store.delete_many([*records, *_settled_records(last, removed, now), *_outdated_tags(store, now)])
+    store.delete_many([*records, *_outdated_records(last, removed, now), *_outdated_tags(store, now)])
     return Plan(removed, tuple(sorted(spared, key=plans.order)), aborted, tuple(objects), kept)
 
 
@@ -225,7 +225,7 @@ def _write(store: Store, records: dict[str, PendingDelete]) -> float:
         for key, record in records.items():
             store.put_if_absent(key, encode(record))
         _recorded()
-        with contextlib.suppress(NotFoundError):  # another collection deleted it already: write it again, for the time
+        with contextlib.suppress(NotFoundError):  # another collection deleted it: write it again for the time
             return max(store.stat(key).modified for key in records)
     raise TransientError("other collections keep deleting the records of this one", hint="collect again later")
 
@@ -244,6 +244,7 @@ def _still_pending(store: Store, records: Iterable[PendingDelete], seen: Invento
 
 
 def _finish_complete(store: Store, seen: Inventory, clock: Clock) -> None:
+    """Write the missing COMMITs of complete attempts."""
     for found in plans.unfinished(seen):
         at = found.step
         commit.write_commit(store, Attempt(at.run, at.timeline, at.step, found.attempt, 0), clock)
@@ -268,6 +269,7 @@ def _fence(
 
 
 def _write_tombstones(store: Store, steps: set[StepOfRun], clock: Clock, until: float) -> Iterator[StepOfRun]:
+    """Replace the COMMITs of the steps by tombstones before the time `until`. Yields each step after its tombstone."""
     for step in sorted(steps, key=plans.order):
         if clock.monotonic() > until:
             raise TransientError("the collection took too long and stopped", hint="run it again for the other steps")
@@ -286,24 +288,24 @@ def _delete(store: Store, keys: list[str]) -> None:
         _deleting()
 
 
-def _settled_records(seen: Inventory, removed: tuple[StepOfRun, ...], now: float) -> list[str]:
-    """Records that are no longer needed: of collectors whose steps are all removed, and of dead collectors.
+def _outdated_records(seen: Inventory, removed: tuple[StepOfRun, ...], now: float) -> list[str]:
+    """Records that are no longer needed: those whose steps are all removed, and those of dead collectors.
 
-    A step that a dead collector selected and this collection spared is an ordinary step again.
+    If a dead collector selected a step and this collection spared it, no record names the step any more.
     """
-    buried = {*seen.tombstones, *removed}
+    are_removed = {*seen.tombstones, *removed}
     return [
         key
         for key, record in seen.records.items()
-        if set(record.pending_deletes.steps) <= buried or now - record.modified > plans.RECORD_SECONDS
+        if set(record.pending_deletes.steps) <= are_removed or now - record.modified > plans.RECORD_SECONDS
     ]
 
 
 def _outdated_tags(store: Store, now: float) -> list[str]:
     """Tag records that are no longer needed.
 
-    Every collector that is still running has seen the records that replaced them. The store applies a late request for
-    an older record within the time for which a tombstone is kept.
+    Every running collector has read the records that replaced them. A store applies a late request for an older record
+    within `TOMBSTONE_SECONDS`.
     """
     return tag_records.outdated(store, now - plans.RECORD_SECONDS, now - plans.TOMBSTONE_SECONDS)
 

@@ -1,16 +1,19 @@
 """Reads the repository for a collection: steps with their attempts and decisions, leases, and records of collectors.
 
+A call of `Reader.look` reads the repository. It is called a look below.
 Order: tombstones first, then attempts and decisions, then packs (`pack_users`). A step becomes a tombstone only when no
-process can start to reference it. So attempts that reference the step are seen if attempts are listed *after* the tombstone was
-written. Therefore a tombstone is new at the first look that sees it, unless the caller wrote it before. The objects of
-the step stay until the next look. A listing is not a snapshot. It may miss a change that happens
-during the listing, but not an older one. A listing of tmpfs may miss a file that is being replaced. A lease that was
-seen before and is not listed is therefore looked up by name.
+process can start to reference it. So a look sees every attempt that references the step if it lists attempts *after*
+the tombstone was written. A tombstone is therefore new at the first look that sees it, unless the caller wrote the
+tombstone before that look. The objects of a step with a new tombstone stay until the next look.
+A listing is not a snapshot. It may miss a change that happens during the listing, but not an older one. A listing of
+tmpfs may miss a file that is being replaced. So if a listing lacks a lease of the look before, the lease is read by its
+key.
 Cost: a `Reader` lists the folders of all steps. It reads a step's objects again only while the step is not settled. A
-settled step has a COMMIT or a tombstone, and no attempt that may still change. A later attempt of such a step can never
-become the step, so no object that it needs must be kept. A new `Reader` finds its objects.
-Invariant: an attempt of a step that is not settled is seen at every look.
-Failure behaviour: errors of the store are raised; an unreadable document raises `CorruptionError`. The collection then
+settled step has a COMMIT or a tombstone, and no attempt that may still change. A later attempt of a settled step can
+never become the step, so the objects that it references need not be kept. A new `Reader` finds the objects of such an
+attempt.
+Invariant: every look reads all attempts of the steps that are not settled.
+Failure behaviour: errors of the store are raised. An unreadable document raises `CorruptionError`. The collection then
 removes nothing.
 """
 
@@ -67,8 +70,8 @@ class SeenRecord:
 class SeenAttempt:
     """One attempt: its step, the ranks and groups whose objects were listed, and its decision if it has one.
 
-    `documents`: number of groups (`grouped`) or manifests that the decision names. The decision itself is kept without
-    their digests.
+    `documents`: number of groups (if `grouped`) or of manifests that the decision names. `decision` lacks their
+    digests, to save memory.
     """
 
     step: StepOfRun
@@ -79,8 +82,8 @@ class SeenAttempt:
     documents: int = 0
     grouped: bool = False
 
-    def decided(self, decision: Decision) -> None:
-        """Set the decision."""
+    def set_decision(self, decision: Decision) -> None:
+        """Set `decision`, `documents` and `grouped`."""
         self.grouped = bool(decision.groups)
         self.documents = len(decision.groups) or len(decision.manifests)
         self.decision = msgspec.structs.replace(decision, manifests=(), groups=())
@@ -88,8 +91,8 @@ class SeenAttempt:
     def keys_naming_packs(self) -> list[str]:
         """Keys of the objects that name the attempt's packs.
 
-        They are the groups that the decision names. If it names none, they are the manifests that it names or that were
-        listed.
+        These are the groups that the decision names. If it names no groups, these are the manifests that the decision
+        names and the manifests that were listed.
         """
         if self.grouped:
             return [self._group_key(index) for index in range(self.documents)]
@@ -122,7 +125,7 @@ class SeenStep:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the step has an outcome, and no attempt or object that can still change what must be kept."""
+        """Whether the step need not be read again (see the module's docstring)."""
         if self.commit is None:
             return False
         if self.commit.tombstone:
@@ -145,8 +148,8 @@ class Inventory:
     """The contents of a repository.
 
     `leases`: by attempt, because several processes may hold a lease on one attempt. `records`: collectors' records, by
-    key. `tombstones`: the time when each was written, if it is not new. `new_tombstones`: steps with a tombstone that
-    was perhaps written after some attempts were listed.
+    key. `tombstones`: steps whose tombstone is not new, and the time when it was written. `new_tombstones`: steps whose
+    tombstone may have been written after some attempts were listed.
     """
 
     attempts: dict[str, SeenAttempt] = field(default_factory=dict)
@@ -174,7 +177,7 @@ class Inventory:
 
 
 class Reader:
-    """Reads inventories of one repository. Steps that are settled are read once."""
+    """Reads inventories of one repository. It reads settled steps once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -183,9 +186,10 @@ class Reader:
         self._leases: set[str] = set()
 
     def look(self, oldest_tombstone: float = 0.0) -> Inventory:
-        """Read the repository, in the order that the module's docstring gives, but without packs.
+        """Read everything but the packs, in the order that the module's docstring gives.
 
-        Steps whose tombstone was written before `oldest_tombstone`, in seconds since the epoch, are read again.
+        It also reads settled steps again whose tombstone was written before `oldest_tombstone`, in seconds since the
+        epoch.
         """
         seen, known = Inventory(), frozenset(self._tombstones)
         steps = list(self._listed_steps())
@@ -208,7 +212,7 @@ class Reader:
         return seen
 
     def changed(self, steps: Iterable[StepOfRun]) -> None:
-        """Read these steps again at the next look, because their objects were changed or deleted."""
+        """Report that objects of these steps were changed or deleted. The next look reads the steps again."""
         for step in steps:
             self._settled.pop(step, None)
 
@@ -250,11 +254,11 @@ class Reader:
         commit = commits.find_commit(self._store, committed.key) if committed is not None else None
         for each in decided:
             decision = commits.find_decision(self._store, attempts[each].decision_key)
-            if decision is None:  # another collector has removed the attempt since
+            if decision is None:  # another collector removed the attempt after the listing
                 del attempts[each]
             else:
-                attempts[each].decided(decision)
-        # a tombstone may have replaced the COMMIT after the listing: its own time counts then
+                attempts[each].set_decision(decision)
+        # if a tombstone replaced the COMMIT after the listing, the tombstone's own time counts
         modified = max(committed.modified, commit.committed) if committed is not None and commit is not None else 0.0
         return SeenStep(step, list(attempts.values()), commit, modified)
 
@@ -280,7 +284,7 @@ class Reader:
     def _record(self, info: ObjectInfo) -> tuple[str, SeenRecord] | None:
         try:
             return info.key, SeenRecord(read(self._store, info.key, PendingDelete), info.modified)
-        except NotFoundError:  # its collector has finished and deleted it
+        except NotFoundError:  # the collector that wrote it has finished and deleted it
             return None
 
 

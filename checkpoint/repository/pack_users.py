@@ -1,13 +1,14 @@
 """Lists packs for a collection, and finds the packs that live attempts need.
 
-An attempt needs packs of its own and of earlier attempts, whose chunks it references. Its decision names those other
-attempts (`Totals`). Its manifests, or their groups, name the packs. They are read only to decide which packs of another
-attempt stay. They never change, so each is read once while its attempt is live.
-Cost: a `PackUsers` lists the packs of an attempt again only if one of the attempts that needed them has ended. Packs
-that appear later, such as those of a request that was applied late, are found by a new `PackUsers`.
-Invariant: the packs that any live attempt names are never among those that may be deleted.
-Failure behaviour: errors of the store are raised. If a document of a live attempt is missing, every pack is needed. An
-unreadable document raises `CorruptionError`.
+An attempt needs its own packs, and packs of other attempts whose chunks it references. Its decision names those other
+attempts (`Totals`). Its documents, which are its manifests or their groups, name the packs. They are read only to
+decide which packs stay. The documents of a decided attempt never change, so they are read once while the attempt is
+live.
+Cost: a `PackUsers` lists the packs of an attempt again only if an attempt that needed them is no longer live. A new
+`PackUsers` finds packs that appear later, for example packs that a store wrote for a late request.
+Invariant: a pack that a live attempt names counts as needed.
+Failure behaviour: errors of the store are raised. If a document of a live attempt is missing, every pack counts as
+needed. An unreadable document raises `CorruptionError`.
 """
 
 from __future__ import annotations
@@ -31,26 +32,36 @@ class PackUsers:
 
     Args:
         store: The repository.
-        at_once: The maximum number of live attempts whose own packs are listed in one call. Leftovers of a replaced
-            worker are among them. None: no limit.
+        at_once: The maximum number of live attempts whose own packs one call of `look` lists. The listing finds packs
+            that a replaced worker left. Default: None, no limit.
     """
 
     def __init__(self, store: Store, at_once: int | None = None) -> None:
         self._store = store
         self._at_once = at_once
+        # by live attempt, the packs of other attempts that it names
         self._named: dict[str, Packs] = {}
+        # equal sets of packs, each stored once to save memory
         self._same: dict[frozenset[str], frozenset[str]] = {}
+        # by attempt whose packs need no second listing, the live attempts that needed its packs
         self._done: dict[str, frozenset[str]] = {}
         self._live: dict[str, SeenAttempt] = {}
+        # by attempt, the other live attempts that need its packs
         self._users: dict[str, list[SeenAttempt]] = {}
+        # the attempts whose packs the last look listed
         self._looked: list[str] = []
+        # whether `_users` is complete; False if a document of a live attempt is missing
         self._known = True
+        # the live attempts that had a decision at the last look
         self._decided: set[str] = set()
 
     def look(self, seen: Inventory, live: Iterable[SeenAttempt]) -> Iterator[tuple[str, list[ObjectInfo]]]:
-        """Yield attempts and their packs. Attempts whose packs need no second look are left out."""
+        """List the packs of attempts, and yield each attempt with its packs.
+
+        Attempts whose packs need no second listing are left out.
+        """
         self._live = by_id = {attempt.attempt: attempt for attempt in live}
-        # an attempt without a decision may have stored more of its manifests since
+        # an attempt that had no decision may have written more manifests since the last look
         decided = {each for each, attempt in by_id.items() if attempt.decision is not None}
         self._named = {each: packs for each, packs in self._named.items() if each in decided & self._decided}
         self._decided = decided
@@ -62,7 +73,7 @@ class PackUsers:
         yield from many(self._list, to_list)
 
     def done(self) -> None:
-        """Report that those packs of the last look that may be deleted were deleted."""
+        """Report that the caller deleted all packs of the last look that no live attempt needs."""
         for attempt in self._looked if self._known else ():
             own = self._live.get(attempt)
             if own is None or own.decision is not None:
@@ -101,9 +112,10 @@ class PackUsers:
         return attempt, list(self._store.list(names.packs(attempt)))
 
     def needed(self, attempt: str, packs: Iterable[str]) -> set[str]:
-        """Those of the attempt's packs that live attempts need. If this is unknown, all are needed.
+        """Which of these packs of the attempt live attempts need. If this is unknown, all count as needed.
 
-        The newest attempts are asked first, and older ones only while it is unknown whether a pack is needed.
+        The documents of the newest attempts are read first. Those of older attempts are read only while some packs are
+        not known to be needed.
         """
         unused = set(packs)
         found = set[str]()

@@ -4,10 +4,10 @@ Invariant, policy: the newest step of the branch and every step with a matching 
 are removed unless a tag names them, but only up to the newest step number of the current branch. So a trainer that
 started by mistake deletes nothing.
 Invariant, plan: an attempt is dead only if its decision is "abort" or if its step has another outcome. That is, COMMIT
-is a tombstone or names another complete attempt. All objects of an attempt without a decision are kept. Every pack that
-a manifest of a live attempt names is kept, too. Packs without lease, manifest and decision are deleted when they are a
-week old. The decision of a removed step is deleted with the last of its attempt's packs, and the tombstone when it is a
-week old.
+is a tombstone that is not new (`inventory`), or names another complete attempt. All objects of an attempt without a
+decision are kept. Every pack that a manifest of a live attempt names is kept, too. Packs without lease, manifest and
+decision are deleted when they are a week old. The decision of a removed step is deleted with the last of its attempt's
+packs. Its tombstone is deleted when it is a week old.
 Failure behaviour: `UsageError` for an impossible policy; nothing else fails.
 """
 
@@ -77,13 +77,14 @@ def steps_to_delete(
     if keep.last is None and keep.every is None:
         return set()
     newest = set(branch[: keep.last or 1])
-    behind = {name for name in others if branch and name.step <= branch[0].step}
-    round_steps = {name for name in branch if keep.every and name.step % keep.every == 0}
+    abandoned = {name for name in others if branch and name.step <= branch[0].step}
+    multiples = {name for name in branch if keep.every and name.step % keep.every == 0}
     named = {name for name, tags in tagged.items() if any(fnmatch.fnmatchcase(t, p) for t in tags for p in keep.tags)}
-    return {*branch, *behind} - newest - round_steps - named
+    return {*branch, *abandoned} - newest - multiples - named
 
 
 ORPHAN_SECONDS = 7 * 24 * 3600.0
+"""The age in seconds at which a pack without lease, manifest and decision is deleted."""
 MOST_STEPS = 10_000
 """The maximum number of steps that one collection removes. The next collection removes the others."""
 TOMBSTONE_SECONDS = 7 * 24 * 3600.0
@@ -103,7 +104,7 @@ class Plan:
 
     `tombstones`: removed steps. `spared`: selected steps that a live lease references or that the policy keeps now.
     `aborted`: attempts that are aborted. `objects`: (key, bytes) of deleted objects; the size is given for packs only.
-    `kept_bytes`: bytes of packs that stay.
+    `kept_bytes`: bytes of the listed packs that stay.
     """
 
     tombstones: tuple[StepOfRun, ...] = ()
@@ -142,15 +143,15 @@ def to_fence(seen: Inventory, now: float) -> list[SeenAttempt]:
 
 
 def _is_alive(leases: Iterable[SeenLease], now: float) -> bool:
-    """Whether one of the attempt's leases is alive."""
+    """Whether one of the attempt's leases has not expired."""
     return any(not is_over(held, now) for held in leases)
 
 
 def spared(seen: Inventory, pending_deletes: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
     """Steps to delete that a live attempt or reader references.
 
-    An attempt is alive while one of its leases is, and it is not aborted then. The steps that any of its leases names
-    are spared, because the holder of an expired lease may still renew it.
+    An attempt is alive while one of its leases has not expired. A live attempt is not aborted. All steps that any of
+    its leases names are spared, because the holder of an expired lease may still renew it.
     """
     alive = [held for leases in seen.leases.values() if _is_alive(leases, now) for held in leases]
     return set(pending_deletes) & {base.of(held.lease.run) for held in alive for base in held.lease.bases}
@@ -186,9 +187,9 @@ def _lost(seen: Inventory, attempt: SeenAttempt, commit: Commit) -> bool:
 
 
 def garbage(seen: Inventory, users: PackUsers, now: float) -> tuple[list[tuple[str, int]], int]:
-    """Return (key, bytes) of every object to delete, and the bytes of the packs that were listed and stay.
+    """Return (key, bytes) of every object to delete, and the bytes of the listed packs that stay.
 
-    Only the packs that `users` lists are among them.
+    It examines only the packs that `users` lists.
     """
     live = [attempt for attempt in seen.attempts.values() if not is_dead(seen, attempt)]
     deleted_keys: list[tuple[str, int]] = []
@@ -208,11 +209,14 @@ def garbage(seen: Inventory, users: PackUsers, now: float) -> tuple[list[tuple[s
     for dead in seen.attempts.values():
         if is_dead(seen, dead):
             deleted_keys += [(key, 0) for key in dead.listed_keys()]
-    return deleted_keys + _small(seen, emptied, now), kept
+    return deleted_keys + _documents(seen, emptied, now), kept
 
 
 def _are_all_needed(seen: Inventory, attempt: str, packs: Sequence[ObjectInfo]) -> bool:
-    """Whether a live attempt has no more packs than it needs, by their number."""
+    """Whether all listed packs of the attempt are needed, as far as their number shows.
+
+    They are if the attempt is live and has no more packs than its decision counts.
+    """
     known = seen.attempts.get(attempt)
     if not packs or known is None or known.decision is None or is_dead(seen, known):
         return not packs
@@ -227,13 +231,13 @@ def _is_deletable(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -
     return attempt not in seen.leases and now - pack.modified > ORPHAN_SECONDS
 
 
-def _small(seen: Inventory, emptied: set[str], now: float) -> list[tuple[str, int]]:
-    """Leases, decisions and tombstones that no longer protect anything. `emptied`: attempts that keep no pack."""
+def _documents(seen: Inventory, emptied: set[str], now: float) -> list[tuple[str, int]]:
+    """Leases, decisions and tombstones that are no longer needed. `emptied`: attempts of which no pack stays."""
     return [(key, 0) for key in (*_leases(seen, now), *_decisions(seen, emptied), *_tombstones(seen, now))]
 
 
 def _leases(seen: Inventory, now: float) -> list[str]:
-    """Leases of decided attempts, and expired leases of readers."""
+    """Expired leases of decided attempts and of readers."""
     expired = [(a, held) for a, leases in seen.leases.items() for held in leases if is_over(held, now)]
     return sorted(
         held.key for a, held in expired if held.reads_only or (a in seen.attempts and seen.attempts[a].decision)
@@ -254,7 +258,7 @@ def _decisions(seen: Inventory, emptied: set[str]) -> list[str]:
 
 
 def _tombstones(seen: Inventory, now: float) -> list[str]:
-    """Old tombstones of steps without other objects. No saver can still be about to write their COMMIT."""
+    """Old tombstones of steps without other objects. No saver can still write the COMMIT of such a step."""
     busy = {a.step for a in seen.attempts.values()}
     old = (step for step, written in seen.tombstones.items() if now - written > TOMBSTONE_SECONDS and step not in busy)
     return [names.commit(step.run, step.timeline, step.step) for step in sorted(old, key=order)]

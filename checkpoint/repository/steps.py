@@ -3,7 +3,7 @@
 Invariant: a step exists if its COMMIT names an attempt and is not a tombstone. A reader that finds an attempt whose
 decision is "commit" writes its COMMIT before it answers.
 Failure behaviour: `UnsupportedError` for a newer format and for a checkpoint in DCP's own files. `CorruptionError` for
-unreadable documents. The text of `MissingStepError` lists the runs, steps or files that exist. If a reader has no write
+unreadable documents. The text of `MissingStepError` names runs, files or timelines that exist. If a reader has no write
 access, it logs this once, and finds only steps that have a COMMIT.
 """
 
@@ -38,18 +38,18 @@ from headrace.dataio.store.base import Store
 _log = get_logger(__name__)
 
 _LISTED = 20_000
-"""The maximum number of objects that are listed to find the names of other runs, for an error or a warning."""
+"""The maximum number of runs that are listed for an error or a warning."""
 _SHOWN = 8
 _OF_DCP = ".metadata"
 _OF_DATASET = "dataset.json"
 _LOOKS = 20
-"""The maximum number of searches for the latest step while new steps are committed."""
+"""The maximum number of times that the search for the latest step is repeated because a new step was committed."""
 
 _repo_created = declare("ckpt.repo-created", "an empty repository")
 
 
 class MissingStepError(NotFoundError, FileNotFoundError):
-    """A run or a step does not exist. The message lists those that do.
+    """A run or a step does not exist.
 
     It is also a `FileNotFoundError`, because frameworks catch that error.
     """
@@ -213,7 +213,7 @@ def _refuse_dataset(store: Store) -> None:
 def _require_nothing(store: Store) -> None:
     """Raise if there is no repository document, although runs, a DCP checkpoint or a dataset exist here.
 
-    Another process may have created the repository since the caller looked for it, so this function looks again.
+    This function reads the document again, because another process may have created it after the caller read it.
     """
     _refuse_dataset(store)
     if next(iter(store.list(names.RUNS)), None) is not None and read_repo(store) is None:
@@ -226,8 +226,10 @@ def _require_nothing(store: Store) -> None:
 
 
 def missing(store: Store, run: str, step: int | None = None) -> MissingStepError:
-    """The error for a missing step (None: the run has no step at all). Its message lists the steps or runs that
-    exist."""
+    """The error for a missing step. With `step` None, the run has no step at all.
+
+    If the run does not exist either, the message lists runs that exist.
+    """
     what = f"run {run} has no step" if step is None else f"run {run} has no step {step}"
     if read_repo(store) is None:
         where = f"there is no checkpoint repository at {store.location.url}{_other_files(store)}"
@@ -277,10 +279,10 @@ def _other_files(store: Store) -> str:
 def _latest(store: Store, run: str) -> Base | None:
     """The newest step of the newest branch, at one point in time.
 
-    If the newest step that has objects is committed, it is the latest: it was when its folder was listed, or it became
-    so since. Otherwise the search takes many requests. A collection may remove the newest listed step before it is
-    read, while newer steps are committed. The search would then return an older step, or none. So it is repeated until
-    no newer step has appeared.
+    If the newest step that has objects is committed, it is the latest step: no newer step existed when its folder was
+    listed. Otherwise the search takes many requests. In the meantime, newer steps may be committed, and a collection
+    may remove the newest listed step before this function reads it. The search would then return an older step, or
+    none. So it is repeated until no newer step has appeared.
     """
     number = timeline.followed(store, run)
     first = next(timeline.steps_newest_first(store, run, number), None) if number else None
@@ -306,7 +308,7 @@ def _newest_decided(store: Store, run: str) -> tuple[int, int]:
 
 
 def _warn_of_hidden_steps(store: Store, run: str) -> None:
-    """Warn if the run has no latest step although older timelines have steps, which the caller may want."""
+    """Warn if the run has no latest step although older timelines have steps. The user may want one of those."""
     numbers = timeline.numbers(store, run)
     with_steps = [n for n in numbers[:-1] if _has_commit(store, run, n)]
     if with_steps:
@@ -367,7 +369,7 @@ def is_removed(store: Store, run: str, base: Base) -> bool:
 
 
 def removed(run: str, step: int) -> NotFoundError:
-    """The error of a reader that asks for a step that retention removes."""
+    """The error of a reader that requests a step that retention removes."""
     return NotFoundError(f"step {step} of run {run} is being removed by retention", hint="restore a later step")
 
 

@@ -2,8 +2,8 @@
 
 Invariant: manifests and packs are not read, so the cost depends on the number of steps and not on the number of ranks.
 Decisions of older versions lack totals; the manifests of those steps are read. A survey writes the missing COMMIT of a
-complete attempt and changes nothing else. To see whether a lease has expired, it writes a lease of its own and deletes
-it, since only that shows the time by the store's clock.
+complete attempt and changes nothing else. To find out whether a lease has expired, it writes a lease of its own, reads
+its time of modification, which is the time by the store's clock, and deletes it.
 Failure behaviour: damage is put into the report. Transient errors and refused access are raised. Without write access,
 leases are compared with this machine's clock.
 """
@@ -94,7 +94,11 @@ class Unfinished:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a check. `clean`: every committed step can be restored bit for bit."""
+    """The result of a survey or a check.
+
+    `clean`: no problem was found. After a check that read all data, every committed step can then be restored bit for
+    bit.
+    """
 
     steps: list[StepLine] = field(default_factory=list)
     unfinished: list[Unfinished] = field(default_factory=list)
@@ -111,7 +115,7 @@ class Report:
 
 @dataclass(slots=True)
 class _Found:
-    """What is known of one step. `base` is None if no attempt is the step."""
+    """What was read of one step. `base` is None if the step has no committed attempt or was removed."""
 
     step: StepName
     base: Base | None = None
@@ -193,7 +197,10 @@ def _survey_step(store: Store, run: str, now: Callable[[], float], step: StepNam
 
 
 def _totals(store: Store, run: str, base: Base) -> Totals:
-    """The step's totals. If its decision has none, its manifests are read."""
+    """The step's totals, without packs and other attempts if they come from its manifests.
+
+    The manifests are read if the decision has no totals.
+    """
     decision = read(store, names.decision(run, base.timeline, base.step, base.attempt), Decision)
     if decision.totals is not None:
         return decision.totals
@@ -242,7 +249,7 @@ def _state(store: Store, attempt: Attempt, found: _Found, now: Callable[[], floa
 
 
 class _StoreTime:
-    """The time by the store's clock, which also dates the leases. It is read once, when it is first needed."""
+    """The time by the store's clock, which also gives the leases their times. It is read at the first call."""
 
     def __init__(self, store: Store, run: str, clock: Clock) -> None:
         self._store, self._run, self._clock = store, run, clock

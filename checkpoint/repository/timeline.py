@@ -3,14 +3,14 @@
 A save opens a timeline when a trainer starts on the run, and when the trainer begins a branch.
 
 Invariant: a new timeline has a higher number than all others, and one writer opens it (`put_if_absent`). A timeline
-stops the writers of older ones at once. It hides steps of older ones only after one of its own steps was decided: the
-store may apply the request that opens it long after its writer gave up. The latest step is the newest step of the
-newest timeline that has one. If it has been removed, it is the newest step of the parent, up to the step where the
-child branched off, and so on. A parent is always older than its child. Numbers have no gaps and
-documents are never removed. So if a timeline has objects but no document, the document was lost.
-Failure behaviour: `ConflictError` if other processes keep taking the numbers. `CorruptionError` for a parent that is
-not older. `CorruptionError` also if the newest timeline's document is lost, because an older timeline must not replace
-it.
+stops the writers of older ones at once. It hides steps of older timelines only after one of its own steps was decided,
+because a store may apply the request that opens a timeline long after the writer gave up. Readers follow the newest
+timeline that has a decided step. The latest step is the newest committed step of that timeline. If there is none, the
+latest step is the newest step of the parent, up to the step where the child branched off, and so on. A parent is
+always older than its child. Numbers have no gaps and documents are never removed. So if a timeline has objects but no
+document, the document was lost.
+Failure behaviour: `ConflictError` if other processes open all timelines that this one tries to open. `CorruptionError`
+for a parent that is not older, and if the newest timeline's document is lost. An older timeline must not replace it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def read_timeline(store: Store, run: str, number: int) -> Timeline:
 
 def lost(store: Store, run: str) -> list[int]:
     """Numbers of timelines that have objects, but no document."""
-    there = numbers(store, run)
-    missing = set(range(1, max(there, default=0) + 2)) - set(there)
+    listed = numbers(store, run)
+    missing = set(range(1, max(listed, default=0) + 2)) - set(listed)
     return sorted(number for number in missing if _is_lost(store, run, number))
 
 
@@ -87,8 +87,8 @@ def _is_lost(store: Store, run: str, number: int) -> bool:
 
     A timeline that was opened after the listing has its document.
     """
-    there = next(iter(store.list_folders(names.timeline_steps(run, number))), None) is not None
-    return there and not store.exists(names.timeline(run, number))
+    has_objects = next(iter(store.list_folders(names.timeline_steps(run, number))), None) is not None
+    return has_objects and not store.exists(names.timeline(run, number))
 
 
 def take(
@@ -146,7 +146,7 @@ def _has_step(store: Store, run: str, number: int) -> bool:
 def steps(store: Store, run: str, number: int, since: int = 0) -> Iterator[int]:
     """Numbers of the timeline's steps that have objects, from `since` on, in ascending order.
 
-    Not all of them are committed. The listing has no objects, so its cost does not depend on the number of ranks.
+    Not all of them are committed. Only folders are listed, so the cost does not depend on the number of ranks.
     """
     after = names.step_folder(since - 1) if since else ""
     for folder in store.list_folders(names.timeline_steps(run, number), after=after):
@@ -158,7 +158,7 @@ def steps(store: Store, run: str, number: int, since: int = 0) -> Iterator[int]:
 def steps_newest_first(store: Store, run: str, number: int, upto: int | None = None) -> Iterator[int]:
     """Numbers of the timeline's steps that have objects, at most `upto`, in descending order.
 
-    The first one takes a short listing, because the object `newest.json` says where to begin.
+    The first listing begins at the step that `newest.json` names, so it is short.
     """
     since = newest_step(store, run, number)
     if since is None or (upto is not None and since > upto):
@@ -182,9 +182,10 @@ def is_decided(store: Store, run: str, number: int, at: int) -> bool:
 
 
 def newest_step(store: Store, run: str, number: int) -> int | None:
-    """A recent step of the timeline, as its last writer of a COMMIT has recorded it; None if no step is recorded.
+    """The step that `newest.json` names; None if the object is missing or damaged.
 
-    It need not be the newest step, and it may have been removed. So callers only begin their search there.
+    The writers of COMMITs record their steps there. It need not be the newest step, and it may have been removed. So
+    callers only begin their search at this step.
     """
     try:
         return read(store, names.newest(run, number), Newest).step
@@ -193,7 +194,7 @@ def newest_step(store: Store, run: str, number: int) -> int | None:
 
 
 def record_newest(store: Store, run: str, number: int, at: int) -> None:
-    """Record that `at` was committed just now. An error is only logged, because no reader depends on the object."""
+    """Write `newest.json` after the COMMIT of step `at`. An error is only logged: no reader depends on the object."""
     try:
         store.put(names.newest(run, number), encode(Newest(step=at)))
     except HeadraceError as error:
@@ -211,10 +212,10 @@ def history(store: Store, run: str) -> list[Timeline]:
     return found
 
 
-def segments(line: Sequence[Timeline]) -> list[Segment]:
+def segments(timelines: Sequence[Timeline]) -> list[Segment]:
     """The segments of a branch, from its timelines as `history` returns them."""
     found, upto = list[Segment](), None
-    for document in line:
+    for document in timelines:
         found.append(Segment(document.timeline, upto))
         upto = document.parent.step if document.parent is not None else None
     return found
@@ -229,7 +230,7 @@ def is_of_same_process(store: Store, run: str, number: int, newer: Timeline) -> 
     """Whether the process that opened timeline `number` also opened the newer one."""
     try:
         own = read_timeline(store, run, number).writer
-    except CorruptionError:  # the document was lost; the newer timeline counts in any case
+    except CorruptionError:  # the document was lost, so its writer is unknown
         return False
     return bool(own) and own.partition("-")[0] == newer.writer.partition("-")[0]
 

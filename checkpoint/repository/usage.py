@@ -1,10 +1,10 @@
-"""Adds up what a repository stores: for each run, the packs of its steps and what else lies in `packs/`.
+"""Adds up the packs of a repository by run.
 
-Invariant: every pack is counted once, under the run whose step it belongs to. Packs of removed steps that other steps
-still need are counted there, too. Nothing is changed, except that the missing COMMIT of a complete attempt is written.
+Invariant: every pack is counted once, under the run of the attempt that wrote it. Packs of removed steps are counted
+under the run of the removed step. Nothing is changed, except as `survey` does.
 Cost: COMMITs, decisions, and a listing of all packs. Memory holds a few values for each attempt, not for each pack.
-Failure behaviour: `NotFoundError` if there is no repository or no such run. Damaged steps are left out; `survey` reports
-them.
+Failure behaviour: `NotFoundError` if there is no repository or no such run. Damaged steps are left out, and their packs
+count as packs of no run. `survey` reports such steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from headrace.dataio.store.base import Store
 
 @dataclass(slots=True)
 class RunUsage:
-    """What one run stores. Sizes are in bytes.
+    """The stored packs of one run. Sizes are in bytes.
 
-    `state`: the state of its newest step. `packs`, `stored`: number and size of the packs of its steps. `other_packs`,
-    `other_stored`: those of its attempts that are no step, or whose step was removed.
+    `state`: the size of the newest step's state. `packs`, `stored`: number and size of the packs of its steps.
+    `other_packs`, `other_stored`: those of its uncommitted attempts and removed steps.
     """
 
     run: str
@@ -38,7 +38,7 @@ class RunUsage:
 
 @dataclass(slots=True)
 class Usage:
-    """What a repository stores. `unknown_packs`, `unknown_stored`: packs of attempts that no run has."""
+    """The stored packs of a repository. `unknown_packs`, `unknown_stored`: packs of attempts that belong to no run."""
 
     runs: list[RunUsage]
     packs: int = 0
@@ -48,7 +48,7 @@ class Usage:
 
 
 def usage(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> Usage:
-    """Add up what the repository, or one run of it, stores."""
+    """Add up the packs of the repository, or of one run."""
     report = survey(store, run, clock)
     found = Usage([])
     by_run = _by_run(report)
@@ -85,6 +85,7 @@ def _by_run(report: Report) -> dict[str, RunUsage]:
 
 
 def _size(store: Store, attempt: str) -> tuple[str, int, int]:
+    """The attempt, and the number and size of its packs."""
     packs = stored = 0
     for info in store.list(names.packs(attempt)):
         packs, stored = packs + 1, stored + info.size

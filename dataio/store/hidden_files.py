@@ -1,20 +1,21 @@
-"""Hidden files of a directory store: bytes are written aside before they get their name, and leftovers are removed.
+"""Hidden files of a directory store: creates them for writers, and removes those that killed writers left.
 
-Purpose: a reader must see a whole object or none. So a writer fills a hidden file in `<root>/.headrace-tmp`, and the
-store then gives it its name by `rename` or `link`. `make_folders` and `sync_folder` make the names durable.
+Purpose: a reader must see a whole object or none. So a writer fills a hidden file in `<root>/.headrace-tmp`. The store
+then gives the file the object's name by `rename` or `link`. `make_folders` and `sync_folder` make the names durable.
 
 Invariants:
 
-* A hidden file is fsynced before it is handed on, and its hidden name is removed at the end, also after an error. Only
-  a killed writer leaves one.
+* A hidden file is fsynced before the store gives it a name. Its hidden name is removed at the end, also after an error.
+  Only a killed writer leaves a hidden file.
 * The writer holds a lock (flock) on its file until the end. A later writer removes hidden files that are more than a
   day old by the file system's clock and that no process has locked. The lock protects files in use even if clocks are
   wrong.
 * One sweep, once per `HiddenFiles`, examines at most `_STALE_SCAN` files.
 
-Failure behaviour: `OSError`, which the store translates. A failed fsync is final (`_sync`): the kernel reports a lost
-write only once, so a second fsync would succeed although the data is lost. If the folder of hidden files vanishes
-`_TRIES` times while a file is created, `TransientError` is raised. On a file system without locks, nothing is removed.
+Failure behaviour: `OSError`, which the store translates. A failed fsync is not repeated (`_sync`): the kernel reports
+a lost write only once, so a second fsync would succeed although the data is lost. If the folder of hidden files is
+removed `_TRIES` times while a file is created, `TransientError` is raised. On a file system without locks, no file is
+removed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _written = declare("store.posix.written", "the bytes are durable under a hidden 
 
 
 class HiddenFile(msgspec.Struct, frozen=True):
-    """A written file that has no name of its own yet, and its size in bytes."""
+    """A written file that does not have the object's name yet, and its size in bytes."""
 
     path: str
     size: int
@@ -81,8 +82,8 @@ class HiddenFiles:
                 if self._claimed(folder, path, fd):
                     return path, fd
         raise TransientError(
-            f"{self._root!r}: {_TRIES} times there was no folder for unfinished files, though it was made",
-            hint="see whether another program deletes below it, and whether that file system takes files at all",
+            f"{self._root!r}: there was no folder for unfinished files in {_TRIES} tries, although each try created it",
+            hint="check whether another program deletes below it, and whether files can be created on that file system",
         )
 
     def _claimed(self, folder: str, path: str, fd: int) -> bool:
@@ -108,7 +109,7 @@ class HiddenFiles:
     def _sweep(self, folder: str, path: str, fd: int) -> None:
         """Remove files of killed writers from `folder`, once.
 
-        `path`, open as `fd`, is the file that this writer has just made there.
+        `path`, open as `fd`, is the file that this writer has just created there.
         """
         if not self._swept:
             self._swept = True
@@ -129,14 +130,14 @@ def _locked(fd: int, path: str) -> bool:
     return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
 
 
-def _remove_stale(folder: str, but: str, before: float) -> None:
-    """Remove hidden files of killed writers that were last changed before the time `before`.
+def _remove_stale(folder: str, own: str, before: float) -> None:
+    """Remove hidden files of killed writers that were last changed before the time `before`, but never the file `own`.
 
     One call examines at most `_STALE_SCAN` files. The age selects files, because earlier releases wrote without a lock.
     The lock tells whether the writer is dead.
     """
     with os.scandir(folder) as entries:
-        for entry in itertools.islice((entry for entry in entries if entry.path != but), _STALE_SCAN):
+        for entry in itertools.islice((entry for entry in entries if entry.path != own), _STALE_SCAN):
             with contextlib.suppress(OSError):
                 if entry.stat(follow_symlinks=False).st_mtime < before:
                     _remove_if_dead(entry.path)
@@ -147,9 +148,8 @@ def _remove_if_dead(path: str) -> None:
 
     Raises `OSError` if the writer is alive, or if the file system cannot tell.
     """
-    fd = os.open(
-        path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    )  # for writing: NFS requires that for a lock
+    # opened for writing, because NFS requires that for an exclusive lock
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(path)

@@ -110,7 +110,7 @@ class S3Store(BucketStore):
         stream = blocks(parts, name)
         first, second = next(stream), next(stream, None)
         if second is None:
-            # no copy, and no view, which the traceback of an error would keep together with the stream
+            # `getvalue` does not copy. A view from `getbuffer` could outlive the stream in the traceback of an error
             body = first.getvalue()
             self._client.run(call_async(lambda: self._put(key, body), self._policy))
             return len(body)
@@ -147,10 +147,11 @@ class S3Store(BucketStore):
         yield from _sorted(known, lambda name: name + "/", self._config.url) if _lists_by_folder(first) else known
 
     def _folder_pages(self, full: str, after: str) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
-        """Return the first page and all pages of the folders of `full`. They have every folder after `after`.
+        """Return the first page and all pages of the folders of `full`. The pages have every folder after `after`.
 
-        They may have that folder too, because a listing that starts at the first key after its keys, `after` + "0", would
-        make SeaweedFS skip a folder of that name. SeaweedFS sorts by name, so it also skips "a" for `after` "a-b".
+        They may also have the folder `after` itself. A listing from the first key after the keys of `after`, which is
+        `after` + "0", would not have it. But with that start, SeaweedFS skips a folder of the name `after` + "0".
+        SeaweedFS sorts by name, so with `after` "a-b" it also skips "a". In such cases everything is listed.
         """
         pages = self._pages(full, Delimiter="/", **({"StartAfter": f"{full}{after}/"} if after else {}))
         first = next(pages)

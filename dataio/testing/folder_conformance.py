@@ -1,11 +1,10 @@
-"""The sentences of the store contract about `list_folders`, as tests that a test class inherits.
+"""Tests of `Store.list_folders`, which test classes inherit.
 
 Use: `conformance.StoreConformance` inherits them. A server that cannot pass the whole suite, for example one without
-conditional writes, is tested with `FolderConformance` alone. It needs the fixture `store`, an empty, open store.
+conditional writes, is tested with `FolderConformance` alone. The class needs the fixture `store`, an empty, open store.
 
 Invariant: each test checks a sentence of the docstring of `Store.list_folders`.
-
-Failure behaviour: a store that breaks the contract fails a test.
+Failure behaviour: a store that violates the contract fails a test.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.base import Store
 
 NAMES = ["a b", "a-b", "a.b", "a", "a0", "ab", "b", "%41", "x=1+y", "ä"]
-"""Names whose order by name + "/" differs from that by name."""
+"""Names whose order by name + "/" differs from their order by name."""
 _examples = itertools.count()
 _SEGMENTS = st.lists(st.sampled_from([*NAMES, "a-b-c", "0", "z"]), max_size=3)
 _KEYS = st.builds(lambda folders, name: "/".join([*folders, name + ".x"]), _SEGMENTS, st.sampled_from(NAMES))
-"""Keys whose last segment never equals the name of a folder: a directory cannot have both."""
+"""Keys whose last segment never equals the name of a folder: no directory can have both."""
 
 
 def in_key_order(names: list[str]) -> list[str]:
@@ -83,7 +82,7 @@ class FolderConformance:
         max_examples=15,
         deadline=None,
         suppress_health_check=[
-            HealthCheck.function_scoped_fixture,  # each example has a folder of its own in the one store
+            HealthCheck.function_scoped_fixture,  # each example has its own folder in the store
             HealthCheck.differing_executors,
             HealthCheck.too_slow,
         ],
@@ -95,5 +94,5 @@ class FolderConformance:
         for key in keys:
             store.put(top + key, b"1")
         for prefix in (top, top + "".join(name + "/" for name in below)):
-            expected = list(Store.list_folders(store, prefix, after=after))  # the contract's own, over `list`
+            expected = list(Store.list_folders(store, prefix, after=after))  # the base class's, which uses `list`
             assert list(store.list_folders(prefix, after=after)) == expected

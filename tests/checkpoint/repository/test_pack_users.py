@@ -1,4 +1,4 @@
-"""What a collector that collects again reads: only what changed, and nothing that live attempts need is ever deleted."""
+"""A collector that has collected before reads only changed objects, and deletes nothing that live attempts need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.checkpoint_states import RUN, Wrapped, begin, load, make, sav
 
 
 class Counting(Wrapped):
-    """Counts reads, listings and questions by operation and key."""
+    """Counts reads, listings and calls of `stat` by operation and key."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -129,7 +129,7 @@ def test_packs_of_a_removed_step_are_deleted_when_the_last_step_that_needs_them_
 
 
 def test_a_pack_that_the_live_step_does_not_name_is_deleted_once(counting: Counting) -> None:
-    """A worker that was replaced left it."""
+    """A replaced worker left the pack."""
     one, _ = saved(counting, 2)
     left = names.pack(one.attempt, names.pack_name(0, "ffffffff", 0))
     counting.put(left, b"left")
@@ -141,28 +141,29 @@ def test_a_pack_that_the_live_step_does_not_name_is_deleted_once(counting: Count
 
 
 def test_an_attempt_that_was_not_decided_at_the_last_look_is_read_again(counting: Counting) -> None:
-    """It had stored some of its manifests only. What the others name must be needed, too."""
+    """It had written only some of its manifests. The packs that the others name must count as needed, too."""
     users = pack_users.PackUsers(counting)
     base = save(counting, make(counting, tiny_state(1), step=1, number=begin(counting)))
     later = save(counting, make(counting, tiny_state(1), step=2, bases=(base,)))
     found = read(counting, names.decision(RUN, 1, 2, later.attempt), Decision)
     in_progress = SeenAttempt(later.of(RUN), later.attempt)
-    needed = looked(users, [in_progress], base.attempt)
+    needed = needed_after_look(users, [in_progress], base.attempt)
     assert needed == set()
     decided = SeenAttempt(later.of(RUN), later.attempt)
-    decided.decided(found)
+    decided.set_decision(found)
     packs = {info.key for info in counting.list(names.packs(base.attempt))}
-    assert looked(users, [decided], base.attempt) == packs != set()
+    assert needed_after_look(users, [decided], base.attempt) == packs != set()
 
 
 def test_all_packs_stay_while_a_document_of_a_live_attempt_is_missing(counting: Counting) -> None:
     base = save(counting, make(counting, tiny_state(1), step=1, number=begin(counting)))
     later = save(counting, make(counting, tiny_state(1), step=2, bases=(base,)))
     attempt = SeenAttempt(later.of(RUN), later.attempt, documents=2)
-    assert looked(pack_users.PackUsers(counting), [attempt], base.attempt, "packs/unknown") == {"packs/unknown"}
+    users = pack_users.PackUsers(counting)
+    assert needed_after_look(users, [attempt], base.attempt, "packs/unknown") == {"packs/unknown"}
 
 
-def looked(users: pack_users.PackUsers, live: list[SeenAttempt], attempt: str, *more: str) -> set[str]:
+def needed_after_look(users: pack_users.PackUsers, live: list[SeenAttempt], attempt: str, *more: str) -> set[str]:
     seen = Inventory(attempts={each.attempt: each for each in live})
     packs = {info.key for of, found in users.look(seen, live) for info in found if of == attempt}
     return users.needed(attempt, more or packs)
@@ -179,7 +180,7 @@ def test_a_run_of_many_steps_is_searched_for_its_latest_step_with_few_requests(c
 
 
 @pytest.mark.parametrize("stored", [b"", b"{}", encode(Commit(step=7, attempt="x", committed=0.0)), None])
-def test_the_latest_step_is_found_whatever_newest_json_holds(counting: Counting, stored: bytes | None) -> None:
+def test_the_latest_step_is_found_with_any_content_of_newest_json(counting: Counting, stored: bytes | None) -> None:
     steps = saved(counting, 3)
     if stored is None:
         counting.delete_many([names.newest(RUN, 1)])

@@ -1,4 +1,4 @@
-"""`headrace ckpt du`: what a repository stores."""
+"""`headrace ckpt du` adds up the packs of a repository by run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.checkpoint_states import RUN, begin, make, save, tiny_state
 
 
 def filled(store: Store) -> None:
-    """Three steps of one run, of which retention removes one, one step of another run, and a pack of no run."""
+    """Save three steps of one run, of which one is removed, a step of another run, and a pack that belongs to no run."""
     one = save(store, make(store, tiny_state(1), step=1, number=begin(store)))
     two = save(store, make(store, tiny_state(1) | {"more": b"m" * 5000}, step=2, bases=(one,)))
     save(store, make(store, tiny_state(3), step=3, bases=(two,)))
