@@ -125,7 +125,7 @@ class SeenStep:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the step need not be read again (see the module's docstring)."""
+        """Whether the step has an outcome, and no attempt that may still change (see the module's docstring)."""
         if self.commit is None:
             return False
         if self.commit.tombstone:

@@ -43,7 +43,7 @@ _SHOWN = 8
 _OF_DCP = ".metadata"
 _OF_DATASET = "dataset.json"
 _LOOKS = 20
-"""The maximum number of times that the search for the latest step is repeated because a new step was committed."""
+"""The maximum number of searches for the latest step. A search is repeated if a newer step appeared during it."""
 
 _repo_created = declare("ckpt.repo-created", "an empty repository")
 

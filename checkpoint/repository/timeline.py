@@ -71,7 +71,7 @@ def lost(store: Store, run: str) -> list[int]:
     return sorted(number for number in missing if _is_lost(store, run, number))
 
 
-def _newest(store: Store, run: str) -> int:
+def _newest_number(store: Store, run: str) -> int:
     """The newest timeline's number; 0 if there is none. Raises `CorruptionError` if its document is lost."""
     newest = max(numbers(store, run), default=0)
     if _is_lost(store, run, newest + 1):
@@ -107,7 +107,7 @@ def take(
 def open_timeline(store: Store, run: str, parent: StepName | None, clock: Clock = SYSTEM_CLOCK) -> int:
     """Open a timeline with the next free number, and return the number."""
     for _ in range(_TRIES):
-        number = _newest(store, run) + 1
+        number = _newest_number(store, run) + 1
         if take(store, run, number, parent, clock=clock):
             return number
     raise ConflictError(
@@ -124,7 +124,7 @@ def newest_after(store: Store, run: str, number: int) -> Timeline | None:
 
 def newest(store: Store, run: str) -> Timeline | None:
     """The newest timeline; None if the run has none."""
-    number = _newest(store, run)
+    number = _newest_number(store, run)
     return read_timeline(store, run, number) if number else None
 
 
@@ -133,7 +133,7 @@ def followed(store: Store, run: str) -> int:
 
     If no timeline has such a step, it is the newest timeline.
     """
-    number = _newest(store, run)
+    number = _newest_number(store, run)
     return next((each for each in range(number, 0, -1) if _has_step(store, run, each)), number)
 
 

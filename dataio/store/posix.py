@@ -126,16 +126,16 @@ class PosixStore(Store):
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         path = self._path(key)
-        with translate_os_errors(f"writing {self._name(key)}"), self._written_aside(parts) as aside:
-            self._publish(path, lambda: os.replace(aside.path, path))
-            return aside.size
+        with translate_os_errors(f"writing {self._name(key)}"), self._hidden_file(parts) as hidden:
+            self._publish(path, lambda: os.replace(hidden.path, path))
+            return hidden.size
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         path = self._path(key)
         check_conditional_size(self._name(key), data)
-        with translate_os_errors(f"writing {self._name(key)}"), self._written_aside([data]) as aside:
+        with translate_os_errors(f"writing {self._name(key)}"), self._hidden_file([data]) as hidden:
             try:
-                self._publish(path, lambda: os.link(aside.path, path, follow_symlinks=False))
+                self._publish(path, lambda: os.link(hidden.path, path, follow_symlinks=False))
                 return True
             except OSError as error:
                 if error.errno in _NO_LINKS:
@@ -239,7 +239,7 @@ class PosixStore(Store):
 
     # writing
 
-    def _written_aside(self, parts: Iterable[Buffer]) -> AbstractContextManager[HiddenFile]:
+    def _hidden_file(self, parts: Iterable[Buffer]) -> AbstractContextManager[HiddenFile]:
         return self._hidden.written(lambda path, fd: self._write(path, fd, parts))
 
     def _write(self, path: str, fd: int, parts: Iterable[Buffer]) -> int:
