@@ -3,7 +3,8 @@
 An attempt needs packs of its own and of earlier attempts, whose chunks it references. Its decision names those other
 attempts (`Totals`). Its manifests, or their groups, name the packs. They are read only to decide which packs of another
 attempt stay. They never change, so each is read once while its attempt is live.
-Cost: a `PackUsers` lists the packs of an attempt again only if one of the attempts that needed them has ended. Packs
+Cost: a `PackUsers` lists the packs of an attempt again only if one of the attempts that needed them has ended. One COMMIT
+is read for each attempt that keeps packs of a removed one, because another collection may have removed its step. Packs
 that appear later, such as those of a request that was applied late, are found by a new `PackUsers`.
 Invariant: the packs that any live attempt names are never among those that may be deleted.
 Failure behaviour: errors of the store are raised. If a document of a live attempt is missing, every pack is needed. An
@@ -17,7 +18,9 @@ from collections.abc import Iterable, Iterator
 
 from headrace.checkpoint.format import group, names, own_digest
 from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format.documents import StepOfRun
 from headrace.checkpoint.format.manifest import PackName
+from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt, many
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.store.base import ObjectInfo, Store
@@ -46,9 +49,12 @@ class PackUsers:
         self._looked: list[str] = []
         self._known = True
         self._decided: set[str] = set()
+        self.doubtful: set[StepOfRun] = set()
+        """Steps that another collection has perhaps removed, although the last look saw live attempts of them."""
 
     def look(self, seen: Inventory, live: Iterable[SeenAttempt]) -> Iterator[tuple[str, list[ObjectInfo]]]:
         """Yield attempts and their packs. Attempts whose packs need no second look are left out."""
+        self.doubtful = set()
         self._live = by_id = {attempt.attempt: attempt for attempt in live}
         # an attempt without a decision may have stored more of its manifests since
         decided = {each for each, attempt in by_id.items() if attempt.decision is not None}
@@ -107,21 +113,34 @@ class PackUsers:
         """
         unused = set(packs)
         found = set[str]()
-        for part in self._parts(attempt) if self._known else (None,):
-            found |= unused if part is None else unused & part
+        for user, part in self._parts(attempt) if self._known else ((None, None),):
+            more = unused if part is None else unused & part
+            if more and user is not None:
+                self._check(user)
+            found |= more
             unused -= found
             if not unused:
                 break
         return found
 
-    def _parts(self, attempt: str) -> Iterator[frozenset[str] | None]:
-        """The packs of `attempt` that each live attempt names; None if one of the documents is missing."""
+    def _check(self, user: SeenAttempt) -> None:
+        """Doubt the step of a live attempt if another collection has removed it since it was read."""
+        at = user.step
+        found = commit.find_commit(self._store, names.commit(at.run, at.timeline, at.step))
+        if found is not None and found.tombstone:
+            self.doubtful.add(at)
+
+    def _parts(self, attempt: str) -> Iterator[tuple[SeenAttempt | None, frozenset[str] | None]]:
+        """Other live attempts, and the packs of `attempt` that they name; None if one of their documents is missing.
+
+        The first are the packs that `attempt` names itself, if it is live.
+        """
         if attempt in self._live:
             own = self._packs_of(self._live[attempt])
-            yield None if own is None else own[attempt]
+            yield None, None if own is None else own[attempt]
         for each in sorted(self._users.get(attempt, ()), key=lambda each: each.attempt, reverse=True):
             packs = self._of_others(each)
-            yield None if packs is None else packs.get(attempt, frozenset())
+            yield each, None if packs is None else packs.get(attempt, frozenset())
 
     def _of_others(self, attempt: SeenAttempt) -> Packs | None:
         """The packs of other attempts that this one names."""
@@ -139,6 +158,7 @@ class PackUsers:
         keys = attempt.keys_naming_packs()
         documents = list(many(self._read, keys))
         if len(documents) < len(keys):
+            self.doubtful.add(attempt.step)
             return None
         by_attempt: dict[str, set[str]] = {attempt.attempt: set()}
         for each in documents:
