@@ -41,7 +41,7 @@ from headrace.checkpoint.repository import commit, tag_records, timeline
 from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
-from headrace.checkpoint.repository.inventory import Inventory, Reader
+from headrace.checkpoint.repository.inventory import THREADS, Inventory, Reader, many
 from headrace.checkpoint.repository.pack_users import PackUsers
 from headrace.checkpoint.repository.retention import Keep, Plan, steps_to_delete
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -60,7 +60,7 @@ _deleted = declare("gc.deleted", "only the record is left")
 _TRIES = 10
 """The maximum number of times that a record is written while other collections delete it."""
 _BATCH = 1000
-AT_ONCE = 32
+AT_ONCE = 28
 """The maximum number of live attempts whose own packs a collection after a commit lists."""
 _TOMBSTONE_WINDOW = plans.RECORD_SECONDS / 24
 """The maximum time in seconds from a collector's record to its last tombstone."""
@@ -79,18 +79,29 @@ class Collector:
         self.users = PackUsers(store, at_once)
 
 
-def to_delete(store: Store, run: str, keep: Keep, seen: Inventory | None = None) -> set[StepOfRun]:
+def to_delete(
+    store: Store, run: str, keep: Keep, seen: Inventory | None = None, reader: Reader | None = None
+) -> set[StepOfRun]:
     """Steps of the run that the policy does not keep.
+
+    With the `reader` of the inventory, the newest `THREADS` steps that the policy counts are read again, because another
+    collection may have removed them. So at least the newest step exists.
 
     The inventory `seen` lists all steps before this function reads the branch. A step that is committed in between is
     then seen only in the branch, as its newest step. In the opposite order, the function would treat that step as
     abandoned and remove it.
     """
     seen = seen or Reader(store).look()
+    branch = list(_branch(store, run, seen))
+    while reader is not None:
+        counted = branch[: min(keep.last or 1, THREADS)]
+        gone = reader.confirm(seen, [StepOfRun(run, name.timeline, name.step) for name in counted])
+        if not gone:
+            break
+        branch = [name for name in branch if StepOfRun(run, name.timeline, name.step) not in gone]
     committed = {
         StepName(at.timeline, at.step) for at, found in seen.commits.items() if at.run == run and not found.tombstone
     }
-    branch = list(_branch(store, run, seen))
     others = committed - set(branch)
     named: dict[StepName, set[str]] = {}
     # read tags last; a collection that applies the policy again has read the leases before (see `repository.tags`)
@@ -139,8 +150,9 @@ def retain(
     store: Store, run: str, keep: Keep, clock: Clock = SYSTEM_CLOCK, collector: Collector | None = None
 ) -> Plan | None:
     """Remove the steps that the policy does not keep. Returns the executed plan; None if there is nothing to remove."""
-    _require_repo(store)
-    collector = collector or Collector(store)
+    if collector is None:
+        _require_repo(store)
+        collector = Collector(store)
     seen = collector.reader.look()
     removed = to_delete(store, run, keep, seen)
     return _collect(store, seen, removed, keep, clock, collector) if removed else None
@@ -179,8 +191,9 @@ def _collect(
     until = clock.monotonic() + _TOMBSTONE_WINDOW
     now = _write(store, records)
     second = reader.look()
+    reader.changed(each.step for each in plans.to_fence(second, now))
     aborted, spared = _fence(store, second, to_remove, now)
-    spared |= to_remove - _still_pending(store, records.values(), second)
+    spared |= to_remove - _still_pending(store, records.values(), second, reader)
     reader.changed(to_remove)
     removed = tuple(_write_tombstones(store, to_remove - spared, clock, until))
     reader.removed(removed)
@@ -190,6 +203,7 @@ def _collect(
     _delete(store, [name for name, _ in objects])
     _deleted()
     users.done()
+    reader.changed(users.doubtful)
     reader.changed(_steps_of(name for name, _ in objects))
     store.delete_many([*records, *_outdated_records(last, removed, now), *_outdated_tags(store, now)])
     return Plan(removed, tuple(sorted(spared, key=plans.order)), aborted, tuple(objects), kept)
@@ -230,7 +244,7 @@ def _write(store: Store, records: dict[str, PendingDelete]) -> float:
     raise TransientError("other collections keep deleting the records of this one", hint="collect again later")
 
 
-def _still_pending(store: Store, records: Iterable[PendingDelete], seen: Inventory) -> set[StepOfRun]:
+def _still_pending(store: Store, records: Iterable[PendingDelete], seen: Inventory, reader: Reader) -> set[StepOfRun]:
     """The recorded steps that a policy still selects, and the steps that were recorded without a policy."""
     found: set[StepOfRun] = set()
     for record in records:
@@ -239,7 +253,7 @@ def _still_pending(store: Store, records: Iterable[PendingDelete], seen: Invento
             found |= steps
             continue
         for run in {step.run for step in steps}:
-            found |= steps & to_delete(store, run, Keep.of(record.policy), seen)
+            found |= steps & to_delete(store, run, Keep.of(record.policy), seen, reader)
     return found
 
 
@@ -283,9 +297,16 @@ def _write_tombstones(store: Store, steps: set[StepOfRun], clock: Clock, until: 
 
 
 def _delete(store: Store, keys: list[str]) -> None:
-    for i in range(0, len(keys), _BATCH):
-        store.delete_many(keys[i : i + _BATCH])
+    """Delete these objects, several requests at the same time. Decisions and tombstones are deleted after the others."""
+
+    def one(batch: list[str]) -> None:
+        store.delete_many(batch)
         _deleting()
+
+    outcomes = [key for key in keys if (at := names.parse_step_key(key)) is not None and at.kind in ("fate", "commit")]
+    late = set(outcomes)
+    for each in ([key for key in keys if key not in late], outcomes):
+        list(many(one, [each[i : i + _BATCH] for i in range(0, len(each), _BATCH)]))
 
 
 def _outdated_records(seen: Inventory, removed: tuple[StepOfRun, ...], now: float) -> list[str]:

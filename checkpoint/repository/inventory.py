@@ -216,6 +216,18 @@ class Reader:
         for step in steps:
             self._settled.pop(step, None)
 
+    def confirm(self, seen: Inventory, steps: Iterable[StepOfRun]) -> set[StepOfRun]:
+        """Read the COMMITs of those of the steps again that this reader has kept; return the steps that are removed.
+
+        Another collection may have removed them. In `seen`, their tombstones are new.
+        """
+        gone = set(many(self._removed_or_none, [step for step in steps if step in self._settled]))
+        for step in gone:
+            seen.commits[step] = Commit(step=step.step, tombstone=True)
+        seen.new_tombstones |= gone
+        self.changed(gone)
+        return gone
+
     def removed(self, steps: Iterable[StepOfRun]) -> None:
         """Report that the caller has written the tombstones of these steps. They are not new at the next look."""
         self._tombstones.update(steps)
@@ -261,6 +273,10 @@ class Reader:
         # if a tombstone replaced the COMMIT after the listing, the tombstone's own time counts
         modified = max(committed.modified, commit.committed) if committed is not None and commit is not None else 0.0
         return SeenStep(step, list(attempts.values()), commit, modified)
+
+    def _removed_or_none(self, step: StepOfRun) -> StepOfRun | None:
+        found = commits.find_commit(self._store, names.commit(step.run, step.timeline, step.step))
+        return step if found is None or found.tombstone else None
 
     def _listed_leases(self) -> list[ObjectInfo]:
         listed = list(self._store.list(names.LEASES))

@@ -4,8 +4,9 @@ An attempt needs its own packs, and packs of other attempts whose chunks it refe
 attempts (`Totals`). Its documents, which are its manifests or their groups, name the packs. They are read only to
 decide which packs stay. The documents of a decided attempt never change, so they are read once while the attempt is
 live.
-Cost: a `PackUsers` lists the packs of an attempt again only if an attempt that needed them is no longer live. A new
-`PackUsers` finds packs that appear later, for example packs that a store wrote for a late request.
+Cost: a `PackUsers` lists the packs of an attempt again only if an attempt that needed them is no longer live. It
+reads one COMMIT for each attempt that keeps packs of a removed one, because another collection may have removed its
+step. A new `PackUsers` finds packs that appear later, for example packs that a store wrote for a late request.
 Invariant: a pack that a live attempt names counts as needed.
 Failure behaviour: errors of the store are raised. If a document of a live attempt is missing, every pack counts as
 needed. An unreadable document raises `CorruptionError`.
@@ -18,7 +19,9 @@ from collections.abc import Iterable, Iterator
 
 from headrace.checkpoint.format import group, names, own_digest
 from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.format.documents import StepOfRun
 from headrace.checkpoint.format.manifest import PackName
+from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt, many
 from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.store.base import ObjectInfo, Store
@@ -54,12 +57,15 @@ class PackUsers:
         self._known = True
         # the live attempts that had a decision at the last look
         self._decided: set[str] = set()
+        self.doubtful: set[StepOfRun] = set()
+        """Steps that another collection has perhaps removed, although the last look saw live attempts of them."""
 
     def look(self, seen: Inventory, live: Iterable[SeenAttempt]) -> Iterator[tuple[str, list[ObjectInfo]]]:
         """List the packs of attempts, and yield each attempt with its packs.
 
         Attempts whose packs need no second listing are left out.
         """
+        self.doubtful = set()
         self._live = by_id = {attempt.attempt: attempt for attempt in live}
         # an attempt that had no decision may have written more manifests since the last look
         decided = {each for each, attempt in by_id.items() if attempt.decision is not None}
@@ -119,21 +125,34 @@ class PackUsers:
         """
         unused = set(packs)
         found = set[str]()
-        for part in self._parts(attempt) if self._known else (None,):
-            found |= unused if part is None else unused & part
+        for user, part in self._parts(attempt) if self._known else ((None, None),):
+            more = unused if part is None else unused & part
+            if more and user is not None:
+                self._check(user)
+            found |= more
             unused -= found
             if not unused:
                 break
         return found
 
-    def _parts(self, attempt: str) -> Iterator[frozenset[str] | None]:
-        """The packs of `attempt` that each live attempt names; None if one of the documents is missing."""
+    def _check(self, user: SeenAttempt) -> None:
+        """Doubt the step of a live attempt if another collection has removed it since it was read."""
+        at = user.step
+        found = commit.find_commit(self._store, names.commit(at.run, at.timeline, at.step))
+        if found is not None and found.tombstone:
+            self.doubtful.add(at)
+
+    def _parts(self, attempt: str) -> Iterator[tuple[SeenAttempt | None, frozenset[str] | None]]:
+        """Other live attempts, and the packs of `attempt` that they name; None if one of their documents is missing.
+
+        The first are the packs that `attempt` names itself, if it is live.
+        """
         if attempt in self._live:
             own = self._packs_of(self._live[attempt])
-            yield None if own is None else own[attempt]
+            yield None, None if own is None else own[attempt]
         for each in sorted(self._users.get(attempt, ()), key=lambda each: each.attempt, reverse=True):
             packs = self._of_others(each)
-            yield None if packs is None else packs.get(attempt, frozenset())
+            yield each, None if packs is None else packs.get(attempt, frozenset())
 
     def _of_others(self, attempt: SeenAttempt) -> Packs | None:
         """The packs of other attempts that this one names."""
@@ -151,6 +170,7 @@ class PackUsers:
         keys = attempt.keys_naming_packs()
         documents = list(many(self._read, keys))
         if len(documents) < len(keys):
+            self.doubtful.add(attempt.step)
             return None
         by_attempt: dict[str, set[str]] = {attempt.attempt: set()}
         for each in documents:

@@ -280,14 +280,17 @@ def _latest(store: Store, run: str) -> Base | None:
     """The newest step of the newest branch, at one point in time.
 
     If the newest step that has objects is committed, it is the latest step: no newer step existed when its folder was
-    listed. Otherwise the search takes many requests. In the meantime, newer steps may be committed, and a collection
-    may remove the newest listed step before this function reads it. The search would then return an older step, or
-    none. So it is repeated until no newer step has appeared.
+    listed. But a newer timeline may have replaced its own before that, so timelines are listed again. Otherwise the
+    search takes many requests. In the meantime, newer steps may be committed, and a collection may remove the newest
+    listed step before this function reads it. The search would then return an older step, or none. So it is repeated
+    until no newer step has appeared.
     """
     number = timeline.followed(store, run)
     first = next(timeline.steps_newest_first(store, run, number), None) if number else None
     if first is not None and (found := settle(store, run, number, first)) is not None:
-        return found
+        newest = max(timeline.numbers(store, run), default=0)
+        if newest == number or timeline.followed(store, run) == number:
+            return found
     before = _newest_decided(store, run)
     for _ in range(_LOOKS):
         found = next(visible(store, run), None)
@@ -343,6 +346,9 @@ def step_of_attempt(store: Store, run: str, attempt: str) -> StepName | None:
         while low < high:
             middle = (low + high) // 2
             attempts = timeline.attempts(store, run, number, steps[middle])
+            if not attempts:  # a removed step, of which only the tombstone is left
+                found = commit.find_commit(store, names.commit(run, number, steps[middle]))
+                attempts = [found.attempt] if found is not None and found.attempt else []
             if attempt in attempts:
                 return StepName(number, steps[middle])
             if attempts and attempts[0] > attempt:

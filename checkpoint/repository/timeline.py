@@ -23,6 +23,7 @@ from headrace.checkpoint.format.documents import Newest, StepName, Timeline, enc
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import (
+    CapacityError,
     ConflictError,
     CorruptionError,
     HeadraceError,
@@ -188,9 +189,10 @@ def newest_step(store: Store, run: str, number: int) -> int | None:
     callers only begin their search at this step.
     """
     try:
-        return read(store, names.newest(run, number), Newest).step
-    except (NotFoundError, CorruptionError, UnsupportedError):
+        at = read(store, names.newest(run, number), Newest).step
+    except (NotFoundError, CorruptionError, UnsupportedError, CapacityError):
         return None
+    return at if 0 <= at < names.STEP_LIMIT else None
 
 
 def record_newest(store: Store, run: str, number: int, at: int) -> None:
