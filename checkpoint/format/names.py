@@ -28,13 +28,13 @@ GROUP_RANKS = 100
 The keys of a group's manifests have a common prefix, so that one short listing finds them.
 """
 _RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_STEP_KEY = re.compile(r"runs/([^/]+)/(\d{6})/(\d{12})/(.+)")
-_ATTEMPT_KEY = re.compile(r"([0-9A-Z]{26})/(?:rank-(\d{5})\.manifest|(fate)|group-(\d{3}))")
-_TIMELINE_KEY = re.compile(r"runs/([^/]+)/timelines/(\d{6})\.json")
+_STEP_KEY = re.compile(r"runs/([^/]+)/(\d{6})/(\d{12})/(.+)", re.ASCII)
+_ATTEMPT_KEY = re.compile(r"([0-9A-Z]{26})/(?:rank-(\d{5})\.manifest|(fate)|group-(\d{3}))", re.ASCII)
+_TIMELINE_KEY = re.compile(r"runs/([^/]+)/timelines/(\d{6})\.json", re.ASCII)
 _STEP_FOLDER = re.compile(r"\d{12}", re.ASCII)
 _TIMELINE_FOLDER = re.compile(r"\d{6}", re.ASCII)
-_PACK_NAME = re.compile(r"\d{1,6}-[0-9a-f]{8}-\d{1,6}")
-_PACK_KEY = re.compile(rf"packs/([0-9A-Z]{{26}})/({_PACK_NAME.pattern})\.pack")
+_PACK_NAME = re.compile(r"\d{1,6}-[0-9a-f]{8}-\d{1,6}", re.ASCII)
+_PACK_KEY = re.compile(rf"packs/([0-9A-Z]{{26}})/({_PACK_NAME.pattern})\.pack", re.ASCII)
 
 
 def check_run(run: str, what: str = "run") -> str:

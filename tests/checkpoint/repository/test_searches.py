@@ -17,7 +17,7 @@ from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.repository.test_pack_users import saved
-from tests.support.checkpoint_states import RUN, Wrapped, begin, make, save, tiny_state
+from tests.support.checkpoint_states import RUN, Wrapped, begin, load, make, save, tiny_state
 
 
 @pytest.fixture
@@ -75,3 +75,18 @@ def test_a_late_step_of_a_timeline_that_was_replaced_is_not_the_latest(store: St
 
     hooked = Hooked(store, names.timeline_steps(RUN, 1), replace)
     assert repository.find(hooked, RUN, "latest") == newest[0]
+
+
+def test_objects_whose_names_have_digits_of_other_scripts_change_nothing(store: Store) -> None:
+    """They name no object of a repository. Read as numbers, they would name objects that are missing."""
+    base = saved(store, 1)[0]
+    zero, five = "\N{ARABIC-INDIC DIGIT ZERO}", "\N{ARABIC-INDIC DIGIT FIVE}"
+    new = {"new": b"n" * 100}
+    store.put(f"runs/{RUN}/timelines/{zero * 5}{five}.json", b"x")
+    store.put(f"runs/{RUN}/{zero * 5}{five}/{zero * 11}{five}/COMMIT", b"x")
+    store.put(names.step(RUN, 1, 1) + f"{base.attempt}/rank-{zero * 4}{five}.manifest", b"x")
+    last = save(store, make(store, new, step=2, bases=(base,)))
+    assert repository.find(store, RUN, "latest") == last
+    collect.retain(store, RUN, Keep(last=1))
+    assert not list(store.list(names.packs(base.attempt)))
+    assert load(store, last) == new
