@@ -279,10 +279,10 @@ def _other_files(store: Store) -> str:
 def _latest(store: Store, run: str) -> Base | None:
     """The newest step of the newest branch, at one point in time.
 
-    If the newest step that has objects is committed, it is the latest step: no newer step existed when its folder was
-    listed. Otherwise the search takes many requests. In the meantime, newer steps may be committed, and a collection
-    may remove the newest listed step before this function reads it. The search would then return an older step, or
-    none. So it is repeated until no newer step has appeared.
+    If the newest step that has objects is committed, it is the latest: it was when its folder was listed, or it became
+    so since. Otherwise the search takes many requests. A collection may remove the newest listed step before it is
+    read, while newer steps are committed. The search would then return an older step, or none. So it is repeated until
+    no newer step has appeared.
     """
     number = timeline.followed(store, run)
     first = next(timeline.steps_newest_first(store, run, number), None) if number else None
