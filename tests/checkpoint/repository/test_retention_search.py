@@ -213,7 +213,7 @@ def test_a_great_many_bursts_lose_nothing(seed: int) -> None:
         play(moves, last=1 + seed % 2)
 
 
-def judged_once(store: object, records: object, removed: object) -> set[object]:
+def judged_once(store: object, records: object, *_: object) -> set[object]:
     """A wrong rule: a step that was once selected for removal stays selected."""
     return {step for record in records for step in record.steps}  # type: ignore[attr-defined]
 
