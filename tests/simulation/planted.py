@@ -143,8 +143,22 @@ def kept_while_undecided() -> Iterator[None]:
         yield
 
 
-def settled_at_once(step: inventory.SeenStep) -> bool:
-    return step.commit is not None or bool(step.attempts)
+@contextlib.contextmanager
+def read_once() -> Iterator[None]:
+    """An attempt that a collection aborts is not read again, either."""
+
+    def is_settled(step: inventory.SeenStep) -> bool:
+        return step.commit is not None or bool(step.attempts)
+
+    def changed(reader: inventory.Reader, steps: Any) -> None:
+        real(reader, [at for at in steps if at in reader._settled and reader._settled[at].commit])
+
+    real = inventory.Reader.changed
+    with (
+        mock.patch.object(inventory.SeenStep, "is_settled", property(is_settled)),
+        mock.patch.object(inventory.Reader, "changed", changed),
+    ):
+        yield
 
 
 def replaced(where: object, name: str, by: object) -> Plant:
@@ -169,9 +183,7 @@ PLANTED: dict[str, Plant] = {
     "leases name no bases": lease_without_bases,
     "the own digest of a manifest is not compared": unchecked,
     "the packs of an attempt without a decision are read once": kept_while_undecided,
-    "collectors read a step once, although it has no outcome": replaced(
-        inventory.SeenStep, "is_settled", property(settled_at_once)
-    ),
+    "collectors read a step once, although it has no outcome": read_once,
     "collectors do not read the packs of attempts that reference others": replaced(
         pack_users.PackUsers, "_others", lambda *_: ()
     ),

@@ -20,11 +20,11 @@ FEW, MANY, PARTS = int(os.environ.get("HISTORIES", "600")), 100_000, 6
 TRIES = 400
 """The most histories until a planted fault is found."""
 FIRST = {
-    "collectors remove attempts whose lease is over without aborting them": 360,
+    "collectors remove attempts whose lease is over without aborting them": 840,
     "a replaced worker uses its predecessor's pack names": 115,
     "a decision is overwritten": 188,
     "a COMMIT is overwritten": 30,
-    "readers and savers ignore pending deletes": 160,
+    "readers and savers ignore pending deletes": 880,
     "collectors judge an attempt by COMMIT": 75,
     "COMMIT is written before the decision": 70,
 }
