@@ -27,6 +27,8 @@ FIRST = {
     "readers and savers ignore pending deletes": 880,
     "collectors judge an attempt by COMMIT": 75,
     "COMMIT is written before the decision": 70,
+    "the packs of an attempt without a decision are read once": 420,
+    "collectors read a step once, although it has no outcome": 400,
 }
 """The first history that is tried, for faults that few histories find: one that finds it comes soon after."""
 
