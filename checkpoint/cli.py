@@ -209,7 +209,7 @@ def _du(store: Store, options: argparse.Namespace) -> int:
         rest = f"  {format_bytes(each.other_stored)} of attempts that are no step" if each.other_packs else ""
         print(f"{each.run}  {steps}  {state} of state  {stored} stored in {counted(each.packs, 'pack')}{rest}")
     if found.unknown_packs:
-        print(f"{format_bytes(found.unknown_stored)} in {counted(found.unknown_packs, 'pack')} that belong to no run")
+        print(f"{format_bytes(found.unknown_stored)} in {counted(found.unknown_packs, 'pack')} of no run")
     print(f"{format_bytes(found.stored)} in {counted(found.packs, 'pack')}")
     return 0
 

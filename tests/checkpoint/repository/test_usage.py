@@ -60,7 +60,7 @@ def test_the_command_prints_a_line_for_each_run(tmp_path: Path, capsys: pytest.C
     assert lines[0].startswith(f"{RUN}  2 steps")
     assert "of attempts that are no step" in lines[0]
     assert lines[1].startswith("other  1 step ")
-    assert lines[2] == "77 B in 1 pack that belong to no run"
+    assert lines[2] == "77 B in 1 pack of no run"
     assert lines[3].endswith("in 5 packs")
     assert ckpt(["du", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["packs"] == 5

@@ -12,16 +12,9 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.fault_proxy import Fault, FaultProxy
-from headrace.dataio.testing.s3_server import S3Server
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.s3
-
-
-@pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(s3_server.endpoint) as running:
-        yield running
 
 
 @pytest.fixture(params=["s3fs", "obstore"])

@@ -45,18 +45,6 @@ class TestRclone(FolderConformance):
             yield opened
 
 
-@pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(s3_server.endpoint) as running:
-        yield running
-
-
-@pytest.fixture
-def behind(s3_url: str, proxy: FaultProxy) -> Iterator[Store]:
-    with open_store(s3_url, storage_options={"endpoint_url": proxy.endpoint}) as opened:
-        yield opened
-
-
 @pytest.mark.s3
 def test_listing_1200_folders_takes_two_requests_however_many_objects_they_have(
     behind: Store, proxy: FaultProxy

@@ -415,19 +415,6 @@ def test_closing_a_store_ends_the_calls_of_other_threads(s3_url: str, silent_end
 # faults on the wire
 
 
-@pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(s3_server.endpoint) as running:
-        yield running
-
-
-@pytest.fixture
-def behind(s3_url: str, proxy: FaultProxy) -> Iterator[Store]:
-    """A store behind the proxy, with the default policy of retries."""
-    with open_store(s3_url, storage_options={"endpoint_url": proxy.endpoint}) as opened:
-        yield opened
-
-
 def test_a_lost_answer_to_a_conditional_put_still_reports_won(client: str, behind: Store, proxy: FaultProxy) -> None:
     proxy.inject(Fault.LOSE_ANSWER, method="PUT")
     assert behind.put_if_absent("k", b"mine")
@@ -507,7 +494,7 @@ def test_the_error_of_an_object_of_one_part_holds_no_view_of_the_part(client: st
     streams = [value for value in variables if isinstance(value, io.BytesIO)]
     assert streams
     for stream in streams:
-        stream.close()  # a BufferError where somebody holds a view
+        stream.close()  # a BufferError if a view of it is left
 
 
 def test_an_upload_that_fails_for_good_is_aborted(s3_url: str, proxy: FaultProxy) -> None:

@@ -17,7 +17,6 @@ from headrace.dataio.store.open import open_store
 from headrace.dataio.store.ranges import GAP_BYTES, SPAN_BYTES, plan
 from headrace.dataio.testing.conformance import some_bytes
 from headrace.dataio.testing.fault_proxy import FaultProxy
-from headrace.dataio.testing.s3_server import S3Server
 
 _SIZE = st.one_of(st.integers(1, 100), st.integers(1, 3 * SPAN_BYTES), st.just(SPAN_BYTES))
 _AT = st.one_of(st.integers(0, 1000), st.integers(0, 4 * SPAN_BYTES))
@@ -64,12 +63,6 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         pytest.importorskip("obstore", reason="the extra s3 is not installed")
     monkeypatch.setenv("HEADRACE_S3", request.param)
     return str(request.param)
-
-
-@pytest.fixture
-def proxy(s3_server: S3Server) -> Iterator[FaultProxy]:
-    with FaultProxy(s3_server.endpoint) as running:
-        yield running
 
 
 @pytest.fixture
