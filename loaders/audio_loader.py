@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders.audio.spec import AudioSpec, Features, Window, counts
+from headrace.loaders.audio.spec import AudioSpec, Features, Window, WindowCounts
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode.base import GPU_BATCH
 from headrace.loaders.interfaces import Processor
@@ -24,11 +24,11 @@ from headrace.loaders.loader import Loader
 from headrace.loaders.processors.audio import PieceProcessor, WindowProcessor, lengths
 from headrace.loaders.processors.wrappers import by_stream
 from headrace.loaders.sampling.buckets import Durations
-from headrace.loaders.sampling.columns import F64, samples_with, small_numbers
+from headrace.loaders.sampling.columns import F64, bucket_numbers, samples_with, small_numbers
 from headrace.loaders.sampling.packing import Pack, Packed, PackedStream, Packing
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Bucketing, Stream
-from headrace.loaders.sampling.sample_ids import Bytes, SampleIds
+from headrace.loaders.sampling.sample_ids import BucketNumbers, SampleIds
 from headrace.loaders.validation import check_type
 
 if TYPE_CHECKING:
@@ -124,9 +124,7 @@ class AudioLoader(Loader):
             ids = samples_with(dataset, "audio_codec", "sound")
             parts: Any = window.per_sample
             if window.start == "every":
-                parts = small_numbers(
-                    dataset, ["samples", "sample_rate"], ids, lambda samples, rate: counts(window, samples / rate)
-                )
+                parts = small_numbers(dataset, ["samples", "sample_rate"], ids, WindowCounts(window))
             return ids, parts
 
         def start_processor() -> Processor:
@@ -176,13 +174,21 @@ def _bucketing(buckets: Durations | None, window: Window) -> Bucketing | None:
             "start='every' counts windows of one length, and buckets have several", hint="use another start"
         )
 
-    def assign(samples: F64, rate: F64) -> I64:
-        return buckets.assign(samples / rate)
-
-    def sort(stream: Stream) -> Bytes:
-        return small_numbers(stream.dataset, ["samples", "sample_rate"], stream.ids, assign)
+    def sort(stream: Stream) -> BucketNumbers:
+        assign, columns = _AssignRecordings(buckets), ["samples", "sample_rate"]
+        return bucket_numbers(stream.dataset, columns, stream.ids, assign, len(buckets.seconds))
 
     return Bucketing(buckets.batches(), sort, buckets.numbers())
+
+
+@dataclass(frozen=True)
+class _AssignRecordings:
+    """Computes the bucket of each recording."""
+
+    buckets: Durations
+
+    def __call__(self, samples: F64, rate: F64) -> I64:
+        return self.buckets.assign(samples / rate)
 
 
 def _windows(window: Window, buckets: Durations | None, streams: Sequence[int]) -> list[Window]:

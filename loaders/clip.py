@@ -101,12 +101,16 @@ def check_start(start: str, parts: int, jitter: float) -> None:
         raise UsageError("jitter is for start='center' and start='every', and is not negative", hint="jitter=0")
 
 
-def counts(clip: Clip, frames: Values, seconds: Values) -> int | Counts:
-    """Number of clips of each video, from its frames and its duration in seconds. One int if it is always the same."""
-    if clip.start != "every":
-        return clip.per_video
-    fitting = frames / (clip.frames * clip.stride) if clip.rate is None else seconds * float(clip.rate) / clip.frames
-    return np.maximum(1, np.floor(fitting + 1e-9)).astype(np.int64)
+@dataclass(frozen=True)
+class ClipCounts:
+    """Computes the number of clips of each video from its frames and its duration in seconds, for `start="every"`."""
+
+    clip: Clip
+
+    def __call__(self, frames: Values, seconds: Values) -> Counts:
+        clip, rate = self.clip, self.clip.rate
+        fitting = frames / (clip.frames * clip.stride) if rate is None else seconds * float(rate) / clip.frames
+        return np.maximum(1, np.floor(fitting + 1e-9)).astype(np.int64)
 
 
 class Wanted(msgspec.Struct, frozen=True):

@@ -25,7 +25,8 @@ from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.fetch.sample_reader import files_of
 from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
 from headrace.loaders.loader import Loader
-from headrace.loaders.sampling.sample_ids import AllIds, IdsBuilder, SampleIds
+from headrace.loaders.sampling.columns import samples_where
+from headrace.loaders.sampling.sample_ids import AllIds, Mask, SampleIds
 
 if TYPE_CHECKING:
     from headrace.loaders.sampling.mixture import Mixture
@@ -151,23 +152,37 @@ def samples_with_files(dataset: Dataset, files: Sequence[str]) -> SampleIds:
     """The ids of the samples that have files with all of these extensions."""
     if len(dataset) and dataset.index.files_of_all.issuperset(files):
         return AllIds(len(dataset))
-    from headrace.dataio.shards.index import arrow as pc
-    from headrace.dataio.shards.index import rows
+    ids = samples_where(dataset, ["members"], _HasFiles(tuple(files)))
+    if not len(ids):
+        names = ", ".join(f".{ext}" for ext in files)
+        there = ", ".join(f".{ext}" for ext in _extensions_in(dataset)[:MAX_FILES]) or "no files"
+        raise UsageError(f"{dataset.url} has no sample with {names}", hint=f"there are: {there}")
+    return ids
 
-    builder, there = IdsBuilder(len(dataset)), set[str]()
+
+@dataclass(frozen=True)
+class _HasFiles:
+    """Whether samples have files with all of these extensions."""
+
+    extensions: tuple[str, ...]
+
+    def __call__(self, table: Any) -> Mask:
+        from headrace.dataio.shards.index import rows
+
+        members = table["members"].combine_chunks()
+        mask: Mask = np.logical_and.reduce([rows.has_file(members, ext) for ext in self.extensions])
+        return mask
+
+
+def _extensions_in(dataset: Dataset) -> list[str]:
+    """The extensions of all files of a dataset, in order."""
+    from headrace.dataio.shards.index import arrow as pc
+
+    extensions = set[str]()
     for table in dataset.index.tables(["members"]):
         for members in table["members"].chunks:
-            has = np.stack([rows.has_file(members, ext) for ext in files])
-            there |= set(pc.unique(pc.struct_field(pc.list_flatten(members), ["ext"])).to_pylist())
-            builder.add(np.logical_and.reduce(has, axis=0))
-    ids = builder.ids()
-    if not len(ids):
-        wanted = ", ".join(f".{ext}" for ext in files)
-        raise UsageError(
-            f"{dataset.url} has no sample with {wanted}",
-            hint=f"there are: {', '.join(f'.{ext}' for ext in sorted(there)[:MAX_FILES]) or 'no files'}",
-        )
-    return ids
+            extensions |= set(pc.unique(pc.struct_field(pc.list_flatten(members), ["ext"])).to_pylist())
+    return sorted(extensions)
 
 
 def _extensions(files: Any) -> list[str]:

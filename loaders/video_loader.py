@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import replace as replace_field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -24,7 +23,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.dataio.shards.sample import Sample
-from headrace.loaders.clip import Clip, counts
+from headrace.loaders.clip import Clip, ClipCounts
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode import registry
 from headrace.loaders.decode.base import GPU_BATCH, Color
@@ -33,10 +32,10 @@ from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import Loader
 from headrace.loaders.processors.video import ClipProcessor, ClipSpec, Cut, together
 from headrace.loaders.processors.wrappers import by_stream
-from headrace.loaders.sampling.columns import F64, samples_with, small_numbers
+from headrace.loaders.sampling.columns import F64, bucket_numbers, samples_with, small_numbers
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Bucketing, Stream
-from headrace.loaders.sampling.sample_ids import Bytes, SampleIds
+from headrace.loaders.sampling.sample_ids import BucketNumbers, SampleIds
 from headrace.loaders.validation import check_choice, check_count, check_type, checked
 
 if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
@@ -172,7 +171,7 @@ class VideoLoader(Loader):
             ids = samples_with(dataset, "video_ext", "video", without=left_out)
             parts: Any = spec.clip.per_video
             if spec.clip.start == "every":
-                parts = small_numbers(dataset, ["frames", "duration"], ids, partial(counts, spec.clip))
+                parts = small_numbers(dataset, ["frames", "duration"], ids, ClipCounts(spec.clip))
             return ids, parts
 
         def start_processor() -> Processor:
@@ -244,25 +243,32 @@ def _bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None:
             "start='every' counts clips of one length; buckets that name their frames have several",
             hint="leave the buckets' frames out, or use another start",
         )
-    frames = spec.clip.frames
+    assign = _AssignVideos(buckets, spec.clip, spec.rotate)
 
-    def assign(height: F64, width: F64, rotation: F64, length: F64) -> I64:
-        turned = (rotation % 180 == 90) & spec.rotate
-        heights, widths = np.where(turned, width, height), np.where(turned, height, width)
-        return buckets.assign(heights.astype(np.int64), widths.astype(np.int64), _lengths(length, spec.clip), frames)
-
-    def sort(stream: Stream) -> Bytes:
+    def sort(stream: Stream) -> BucketNumbers:
         length = "frames" if spec.clip.rate is None else "duration"
-        return small_numbers(stream.dataset, ["height", "width", "rotation", length], stream.ids, assign)
+        columns = ["height", "width", "rotation", length]
+        return bucket_numbers(stream.dataset, columns, stream.ids, assign, len(buckets.buckets))
 
+    frames = spec.clip.frames
     return Bucketing(buckets.batches(frames), sort, buckets.numbers(frames))
 
 
-def _lengths(length: F64, clip: Clip) -> F64:
-    """Number of frames of each video at the clip's frame spacing. `length` is in seconds if the clip has a rate."""
-    if clip.rate is not None:
-        return length * float(clip.rate)
-    return np.floor((length - 1) / clip.stride) + 1
+@dataclass(frozen=True)
+class _AssignVideos:
+    """Computes the bucket of each video. `length` is in frames, or in seconds if the clip has a rate."""
+
+    buckets: Buckets
+    clip: Clip
+    rotate: bool
+
+    def __call__(self, height: F64, width: F64, rotation: F64, length: F64) -> I64:
+        turned = (rotation % 180 == 90) & self.rotate
+        heights, widths = np.where(turned, width, height), np.where(turned, height, width)
+        frames = np.floor((length - 1) / self.clip.stride) + 1  # at the clip's frame spacing
+        if self.clip.rate is not None:
+            frames = length * float(self.clip.rate)
+        return self.buckets.assign(heights.astype(np.int64), widths.astype(np.int64), frames, self.clip.frames)
 
 
 def _clip_specs(spec: ClipSpec, buckets: Buckets | None, streams: Sequence[int]) -> list[ClipSpec]:

@@ -200,14 +200,14 @@ class Window:
         check_start(self.start, self.per_sample, self.jitter)
 
 
-def counts(window: Window, seconds: Values) -> int | Counts:
-    """The number of windows of each recording, given the recordings' durations.
+@dataclass(frozen=True)
+class WindowCounts:
+    """Computes the number of windows of each recording from its samples and sample rate, for `start="every"`."""
 
-    One number where all have the same count.
-    """
-    if window.start != "every":
-        return window.per_sample
-    return np.maximum(1, np.floor(seconds / window.seconds + 1e-9)).astype(np.int64)
+    window: Window
+
+    def __call__(self, samples: Values, rate: Values) -> Counts:
+        return np.maximum(1, np.floor(samples / rate / self.window.seconds + 1e-9)).astype(np.int64)
 
 
 def begin(info: AudioInfo, window: Window, ref: SampleRef) -> Fraction:

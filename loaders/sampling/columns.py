@@ -1,13 +1,19 @@
 """Reads columns of the index to choose a loader's samples, and to compute a number for each of them.
 
 Purpose: a loader takes the samples that have a stream, and needs a number of clips or a bucket for each.
-Invariants: columns are read part by part. Only results are kept: ids (`SampleIds`) and small integers (`SmallArray`).
+Invariants:
+
+* Columns are read part by part. Only results are kept: ids (`SampleIds`) and small integers.
+* The processes of a machine divide the parts, and share the results (`shared_arrays`). The key of the results has the
+  dataset, the ids and the function. A function is therefore a frozen dataclass, whose `repr` describes it completely.
+
 Failure behaviour: `UsageError` if no sample is left. Errors of the index are passed on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +21,41 @@ import numpy.typing as npt
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders.sampling.sample_ids import AllIds, IdsBuilder, SampleIds, Small, SmallArray
+from headrace.loaders.sampling.sample_ids import (
+    AllIds,
+    BucketNumbers,
+    IdsBuilder,
+    Mask,
+    SampleIds,
+    Small,
+    SmallArray,
+    bucket_ends,
+    ids_from,
+)
+from headrace.loaders.sampling.shared_arrays import Arrays, NewArray, Work, compute, content_key
 
 F64 = npt.NDArray[np.float64]
+PIECE_SAMPLES = 1 << 19
+"""Parts with about this many samples are one piece of the work that the processes of a machine divide."""
+
+
+@dataclasses.dataclass(frozen=True)
+class HasValue:
+    """Whether a column of strings is neither null nor one of `without`."""
+
+    without: tuple[str, ...] = ()
+
+    def __call__(self, table: Any) -> Mask:
+        import pyarrow as pa  # imported late: not all loaders need it
+
+        from headrace.dataio.shards.index import arrow as pc
+
+        (values,) = table.columns
+        chosen = pc.is_valid(values)
+        if self.without:
+            chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(self.without, pa.string()))))
+        mask: Mask = chosen.to_numpy()
+        return mask
 
 
 def samples_with(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> SampleIds:
@@ -30,18 +68,7 @@ def samples_with(dataset: Dataset, column: str, what: str, *, without: Collectio
     only = dataset.constant_value(column)
     if only is not None and only not in without:
         return AllIds(len(dataset))
-    import pyarrow as pa  # imported late: not all loaders need it
-
-    from headrace.dataio.shards.index import arrow as pc
-
-    builder, left_out = IdsBuilder(len(dataset)), pa.array(sorted(without), pa.string())
-    for table in dataset.index.tables([column]):
-        values = table[column]
-        chosen = pc.is_valid(values)
-        if without:
-            chosen = pc.and_(chosen, pc.invert(pc.is_in(values, left_out)))
-        builder.add(chosen.to_numpy())
-    ids = builder.ids()
+    ids = samples_where(dataset, [column], HasValue(tuple(sorted(without))))
     if not len(ids):
         hint = "`headrace info` lists its contents" + (
             "; pictures are clips of one frame: Clip(frames=1)" if without else ""
@@ -50,27 +77,117 @@ def samples_with(dataset: Dataset, column: str, what: str, *, without: Collectio
     return ids
 
 
-def column_chunks(dataset: Dataset, names: Sequence[str], ids: SampleIds) -> Iterator[list[F64]]:
-    """The values of these columns as float64, some samples at a time, in the order of `ids`.
+def samples_where(dataset: Dataset, names: Sequence[str], condition: Callable[[Any], Mask]) -> SampleIds:
+    """The ids of the samples for which `condition` is true. It gets tables of these columns and returns masks."""
+    pieces = _pieces(dataset)
 
-    Memory does not grow with the dataset.
-    """
-    start = 0
-    for table in dataset.index.tables(names):
+    def piece(number: int) -> Any:
+        masks = [condition(table) for table in dataset.index.tables(names, pieces[number])]
+        return np.packbits(np.concatenate([np.zeros(0, np.bool_), *masks]), bitorder="little")
+
+    def combine(packed_masks: Iterable[Any], new: NewArray) -> None:
+        builder = IdsBuilder(len(dataset))
+        for packed, parts in zip(packed_masks, pieces, strict=True):
+            first, last = _samples_of(dataset, parts)
+            builder.add(np.unpackbits(packed, count=last - first, bitorder="little").view(np.bool_))
+        for name, array in builder.ids().arrays().items():
+            new(name, array.shape, array.dtype)[...] = array
+
+    key = ["ids", dataset.digest, *names, _described(condition)]
+    work = Work(key=key, samples=len(dataset), pieces=len(pieces), piece=piece, combine=combine)
+    return ids_from(compute(work), len(dataset))
+
+
+def small_numbers(dataset: Dataset, names: Sequence[str], ids: SampleIds, function: Callable[..., Any]) -> Small:
+    """The results of `function` for the values of these columns: a non-negative integer for each of `ids`."""
+    return _numbers(dataset, names, ids, function, 0)["numbers"]
+
+
+def bucket_numbers(
+    dataset: Dataset, names: Sequence[str], ids: SampleIds, function: Callable[..., Any], buckets: int
+) -> BucketNumbers:
+    """The bucket of each of `ids`. `function` computes it from the values of these columns."""
+    arrays = _numbers(dataset, names, ids, function, buckets)
+    return BucketNumbers(arrays["numbers"], arrays["ends"])
+
+
+def counts_by_bucket(counts: Small, chosen: BucketNumbers) -> list[Small]:
+    """The counts of the samples in each bucket. `counts` and `chosen` have a number for each sample."""
+
+    def combine(_: Iterable[Any], new: NewArray) -> None:
+        sorted_counts, at = new("counts", len(counts), counts.dtype), 0
+        for bucket in range(len(chosen.ends)):
+            for first in range(0, len(counts), PIECE_SAMPLES):
+                inside = slice(first, first + PIECE_SAMPLES)
+                selected = counts[inside][chosen.numbers[inside] == bucket]
+                sorted_counts[at : at + len(selected)] = selected
+                at += len(selected)
+
+    key = ["counts by bucket", content_key({"counts": counts, "numbers": chosen.numbers}), str(len(chosen.ends))]
+    work = Work(key=key, samples=len(counts), pieces=0, piece=lambda _: counts, combine=combine)
+    ends = np.cumsum([chosen.samples_in(bucket) for bucket in range(len(chosen.ends))])
+    return np.split(compute(work)["counts"], ends[:-1])
+
+
+def column(dataset: Dataset, name: str, ids: SampleIds) -> F64:
+    """The values of a column for these samples, as float64."""
+    every_part = range(len(dataset.index.ends))
+    return np.concatenate([np.empty(0), *(values for (values,) in _values(dataset, [name], ids, every_part))])
+
+
+def _numbers(
+    dataset: Dataset, names: Sequence[str], ids: SampleIds, function: Callable[..., Any], buckets: int
+) -> Arrays:
+    """The arrays "numbers" and, with buckets, "ends"."""
+    pieces = _pieces(dataset)
+
+    def piece(number: int) -> Small:
+        first, last = _samples_of(dataset, pieces[number])
+        numbers = SmallArray(ids.rows_below(last) - ids.rows_below(first))
+        for values in _values(dataset, names, ids, pieces[number]):
+            numbers.add(function(*values))
+        return numbers.values
+
+    def combine(computed: Iterable[Small], new: NewArray) -> None:
+        numbers = SmallArray(len(ids), lambda size, dtype: new("numbers", size, dtype))
+        for array in computed:
+            numbers.add(array)
+        if buckets:
+            bucket_ends(numbers.values, buckets, lambda shape, dtype: new("ends", shape, dtype))
+
+    key = ["numbers", dataset.digest, *names, _described(function), content_key(ids.arrays()), str(buckets)]
+    return compute(Work(key=key, samples=len(dataset), pieces=len(pieces), piece=piece, combine=combine))
+
+
+def _values(dataset: Dataset, names: Sequence[str], ids: SampleIds, parts: range) -> Iterator[list[F64]]:
+    """The values of these columns as float64, part by part, in the order of `ids`."""
+    start, _ = _samples_of(dataset, parts)
+    for table in dataset.index.tables(names, parts):
         rows = ids.between(start, start + table.num_rows) - start
         start += table.num_rows
         arrays = (table[name].combine_chunks().to_numpy(zero_copy_only=False) for name in names)
         yield [np.asarray(values, np.float64)[rows] for values in arrays]
 
 
-def small_numbers(dataset: Dataset, names: Sequence[str], ids: SampleIds, compute: Callable[..., Any]) -> Small:
-    """What `compute` makes of the values of these columns: a non-negative integer for each sample, stored compactly."""
-    found = SmallArray(len(ids))
-    for values in column_chunks(dataset, names, ids):
-        found.add(compute(*values))
-    return found.values
+def _pieces(dataset: Dataset) -> list[range]:
+    """Divide the index parts into ranges with about `PIECE_SAMPLES` samples."""
+    ends, pieces, first = dataset.index.ends, list[range](), 0
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + PIECE_SAMPLES, side="right")))
+        pieces.append(range(first, last))
+        first = last
+    return pieces
 
 
-def column(dataset: Dataset, name: str, ids: SampleIds) -> F64:
-    """The values of a column for these samples, as float64."""
-    return np.concatenate([np.empty(0), *(values for (values,) in column_chunks(dataset, [name], ids))])
+def _samples_of(dataset: Dataset, parts: range) -> tuple[int, int]:
+    """The first sample of these parts, and the one after their last."""
+    ends = dataset.index.ends
+    return (int(ends[parts.start - 1]) if parts.start else 0), (int(ends[parts.stop - 1]) if parts.stop else 0)
+
+
+def _described(function: Callable[..., Any]) -> str:
+    """Describe a function for a key."""
+    if not dataclasses.is_dataclass(function) or " at 0x" in repr(function):
+        raise TypeError(f"{function!r} is not a dataclass whose repr describes what it computes")
+    return f"{type(function).__module__}.{function!r}"

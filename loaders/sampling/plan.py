@@ -23,15 +23,10 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.interfaces import SampleRef
+from headrace.loaders.sampling.columns import counts_by_bucket
 from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, U64, key_of
-from headrace.loaders.sampling.sample_ids import (
-    Bytes,
-    SampleIds,
-    Small,
-    SmallCounts,
-    bucket_ids,
-)
+from headrace.loaders.sampling.sample_ids import BucketNumbers, SampleIds, Small, SmallCounts
 from headrace.loaders.sampling.schedule import Plain, Population, Schedule
 from headrace.loaders.sampling.state import Fingerprint, Identity
 
@@ -92,12 +87,12 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
             len(self.ids), sample_bytes=self.dataset.total_bytes / len(self.dataset), clips=each, total=self.parts.total
         )
 
-    def divide(self, chosen: Bytes, buckets: int) -> list[Stream]:
-        """The streams of the samples in each bucket. `chosen` is the bucket of each sample."""
-        each = self.parts.each
+    def divide(self, chosen: BucketNumbers) -> list[Stream]:
+        """The streams of the samples in each bucket. `chosen` has the bucket of each sample."""
+        buckets, each = range(len(chosen.ends)), self.parts.each
+        parts = [each] * len(buckets) if isinstance(each, int) else counts_by_bucket(each, chosen)
         return [
-            Stream.of(self.dataset, ids, each if isinstance(each, int) else each[chosen == bucket], self.source)
-            for bucket, ids in enumerate(bucket_ids(self.ids, chosen, buckets))
+            Stream.of(self.dataset, chosen.ids_in(bucket, self.ids), parts[bucket], self.source) for bucket in buckets
         ]
 
     def substitute(self, order: Order, ref: SampleRef, attempt: int) -> SampleRef | None:
@@ -222,7 +217,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
 _PACK = 11  # a purpose of `key_of` that no other module uses
 Find = Callable[[Dataset], tuple[SampleIds, int | Small]]
 """Returns the ids of the samples that a loader can use, and the number of parts of each."""
-Sort = Callable[[Stream], Bytes]
+Sort = Callable[[Stream], BucketNumbers]
 """Returns the bucket of each sample of a stream."""
 
 
@@ -387,7 +382,7 @@ def _bucketed(
 
 def _sorted(stream: Stream, buckets: Bucketing) -> list[Stream]:
     """The part of a stream in each bucket."""
-    return stream.divide(buckets.sort(stream), len(buckets.batches))
+    return stream.divide(buckets.sort(stream))
 
 
 def _weighed(mixture: Mixture, how: Sampling) -> dict[str, Any]:

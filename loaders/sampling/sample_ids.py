@@ -7,8 +7,8 @@ Invariants:
 
 * Ids are ascending. Row r of a stream is its r-th id, and `take` maps rows to ids.
 * `IdsBuilder` chooses the representation that takes the least memory. All of them give the same results.
-* `SmallCounts` and `BucketIds` have one byte for each sample if the numbers are below 256. Their directories take at
-  most 1/8 byte a sample for each bucket.
+* `SmallCounts` and `BucketNumbers` have one byte for each sample if the numbers are below 256. Their directories take
+  1/64 byte a sample for each bucket.
 
 Failure behaviour: rows are not checked here. A row outside the ids raises `IndexError` or returns an unspecified id, so
 callers pass rows of an `Order`.
@@ -17,7 +17,7 @@ callers pass rows of an `Order`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -55,10 +55,14 @@ class SampleIds(ABC):
         """Return the ids from `start` on that are below `stop`."""
         return self.take(np.arange(self.rows_below(start), self.rows_below(stop), dtype=np.int64))
 
-    @property
     @abstractmethod
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays that hold the ids, from which `ids_from` makes the same ids."""
+
+    @property
     def nbytes(self) -> int:
         """The memory that the ids take, in bytes."""
+        return sum(array.nbytes for array in self.arrays().values())
 
     def __getitem__(self, row: int) -> int:
         return int(self.take(np.array([row], np.int64))[0])
@@ -79,16 +83,18 @@ class AllIds(SampleIds):
     def rows_below(self, end: int) -> int:
         return min(end, self._samples)
 
-    @property
-    def nbytes(self) -> int:
-        return 0
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {}
 
 
 class RunIds(SampleIds):
-    """Runs of consecutive ids. Run n has `lengths[n]` ids from `starts[n]` on. Runs are ascending and not empty."""
+    """Runs of consecutive ids. Run n begins with the id `starts[n]`. Runs 0 to n have `ends[n]` ids in all.
 
-    def __init__(self, starts: I64, lengths: I64) -> None:
-        self._starts, self._ends = starts, np.cumsum(lengths, dtype=np.int64)
+    Runs are ascending and not empty.
+    """
+
+    def __init__(self, starts: I64, ends: I64) -> None:
+        self._starts, self._ends = starts, ends
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -104,9 +110,8 @@ class RunIds(SampleIds):
         before = int(self._ends[run - 1]) if run else 0
         return min(before + end - int(self._starts[run]), int(self._ends[run]))
 
-    @property
-    def nbytes(self) -> int:
-        return self._starts.nbytes + self._ends.nbytes
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {"run_starts": self._starts, "run_ends": self._ends}
 
     def _before(self, runs: I64) -> I64:
         """Return the number of ids before each of these runs."""
@@ -128,20 +133,19 @@ class ListedIds(SampleIds):
     def rows_below(self, end: int) -> int:
         return int(np.searchsorted(self._ids, end))
 
-    @property
-    def nbytes(self) -> int:
-        return self._ids.nbytes
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {"listed": self._ids}
 
 
 class BitmapIds(SampleIds):
     """A bitmap: bit i, least significant first, says whether i is an id.
 
-    A directory holds the number of ids before each block of `_BLOCK` bits. The bitmap has whole blocks.
+    A directory holds the number of ids up to the end of each block of `_BLOCK` bits. The bitmap has whole blocks.
     """
 
-    def __init__(self, bits: Bytes) -> None:
+    def __init__(self, bits: Bytes, ends: I64 | None = None) -> None:
         self._bits = bits.reshape(-1, _BLOCK // 8)
-        self._ends = _ends_of_blocks(lambda first, last: _ONES[self._bits[first:last]], len(self._bits))
+        self._ends = _ends_of_bits(self._bits) if ends is None else ends
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -152,20 +156,38 @@ class BitmapIds(SampleIds):
     def rows_below(self, end: int) -> int:
         return _count_below(self._ends, end, self._block)
 
-    @property
-    def nbytes(self) -> int:
-        return self._bits.nbytes + self._ends.nbytes
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {"bits": self._bits, "bit_ends": self._ends}
 
     def _block(self, blocks: I64) -> Mask:
         return np.unpackbits(self._bits[blocks], axis=1, bitorder="little").view(np.bool_)
 
 
-class BucketIds(SampleIds):
-    """The ids of one bucket, from the bucket of each of the ids `ids`. Buckets of a stream share `chosen`."""
+class BucketNumbers:
+    """The bucket of each sample of a stream, with a directory.
 
-    def __init__(self, ids: SampleIds, chosen: Bytes, bucket: int) -> None:
-        self._ids, self._chosen, self._bucket = ids, chosen, bucket
-        self._ends = _ends_of_blocks(self._of_bucket, -(-len(chosen) // _BLOCK))
+    Args:
+        numbers: The bucket of each sample.
+        ends: For each bucket, the number of its samples up to the end of each block (see `bucket_ends`).
+    """
+
+    def __init__(self, numbers: Small, ends: I64) -> None:
+        self.numbers, self.ends = numbers, ends
+
+    def samples_in(self, bucket: int) -> int:
+        """Return the number of samples in a bucket."""
+        return int(self.ends[bucket, -1]) if self.ends.shape[1] else 0
+
+    def ids_in(self, bucket: int, ids: SampleIds) -> BucketIds:
+        """Return those of `ids`, which are the ids of the stream, that are in a bucket."""
+        return BucketIds(ids, self.numbers, self.ends[bucket], bucket)
+
+
+class BucketIds(SampleIds):
+    """The ids of one bucket, from the bucket of each of the ids `ids`. Buckets of a stream share `numbers`."""
+
+    def __init__(self, ids: SampleIds, numbers: Small, ends: I64, bucket: int) -> None:
+        self._ids, self._numbers, self._ends, self._bucket = ids, numbers, ends, bucket
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -176,18 +198,43 @@ class BucketIds(SampleIds):
     def rows_below(self, end: int) -> int:
         return _count_below(self._ends, self._ids.rows_below(end), self._block)
 
-    @property
-    def nbytes(self) -> int:
-        return self._ends.nbytes
-
-    def _of_bucket(self, first: int, last: int) -> Mask:
-        inside = self._chosen[first * _BLOCK : last * _BLOCK] == self._bucket
-        whole = np.zeros((last - first) * _BLOCK, np.bool_)
-        whole[: len(inside)] = inside
-        return whole.reshape(-1, _BLOCK)
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        return {"bucket_ends": self._ends}
 
     def _block(self, blocks: I64) -> Mask:
-        return np.concatenate([self._of_bucket(int(block), int(block) + 1) for block in blocks])
+        inside = np.zeros((len(blocks), _BLOCK), np.bool_)
+        for row, block in enumerate(blocks.tolist()):
+            numbers = self._numbers[block * _BLOCK : (block + 1) * _BLOCK]
+            inside[row, : len(numbers)] = numbers == self._bucket
+        return inside
+
+
+def bucket_ends(numbers: Small, buckets: int, new: Callable[[tuple[int, int], type[np.int64]], I64] = np.zeros) -> I64:
+    """Return for each bucket the number of its samples up to the end of each block of `_BLOCK` samples.
+
+    `new` makes the array.
+    """
+    blocks = -(-len(numbers) // _BLOCK)
+    ends, before = new((buckets, blocks), np.int64), np.zeros(buckets, np.int64)
+    for first in range(0, blocks, _ROWS_AT_ONCE):
+        inside = numbers[first * _BLOCK : (first + _ROWS_AT_ONCE) * _BLOCK]
+        count = -(-len(inside) // _BLOCK)
+        cells = np.arange(len(inside)) // _BLOCK * buckets + inside
+        counts = np.bincount(cells, minlength=count * buckets).reshape(count, buckets)
+        ends[:, first : first + count] = (np.cumsum(counts, axis=0) + before).T
+        before += counts.sum(axis=0)
+    return ends
+
+
+def ids_from(arrays: Mapping[str, npt.NDArray[Any]], samples: int) -> SampleIds:
+    """Return the ids that `arrays` hold (`SampleIds.arrays`), for a dataset with `samples` samples."""
+    if "bits" in arrays:
+        return BitmapIds(arrays["bits"], arrays["bit_ends"])
+    if "listed" in arrays:
+        return ListedIds(arrays["listed"])
+    if "run_starts" in arrays:
+        return RunIds(arrays["run_starts"], arrays["run_ends"])
+    return AllIds(samples)
 
 
 class IdsBuilder:
@@ -247,7 +294,7 @@ class IdsBuilder:
         if before:
             ends.append(np.array([8 * len(self._bits)], np.int64))
         begins, stops = np.concatenate(starts), np.concatenate(ends)
-        return RunIds(begins, stops - begins)
+        return RunIds(begins, np.cumsum(stops - begins, dtype=np.int64))
 
 
 class SmallCounts:
@@ -255,12 +302,7 @@ class SmallCounts:
 
     def __init__(self, counts: Small) -> None:
         self.counts = counts
-        self._ends: I64 = np.cumsum(
-            [
-                int(counts[at : at + _BLOCK].sum(dtype=np.int64)) for at in range(0, len(counts), _BLOCK)
-            ],
-            dtype=np.int64,
-        )  # fmt: skip
+        self._ends = _ends_of_counts(counts)
 
     @property
     def total(self) -> int:
@@ -295,17 +337,22 @@ class SmallCounts:
 
 
 class SmallArray:
-    """An array of non-negative integers that is filled in order, in the smallest unsigned type."""
+    """An array of `size` non-negative integers that is filled in order, in the smallest unsigned type.
 
-    def __init__(self, size: int) -> None:
-        self._values: Small = np.zeros(size, np.uint8)
-        self._at = 0
+    `new` makes an array of a size and type.
+    """
+
+    def __init__(self, size: int, new: Callable[[int, Any], Small] = np.zeros) -> None:
+        self._new, self._at = new, 0
+        self._values = new(size, np.uint8)
 
     def add(self, values: Any) -> None:
         """Add the next values."""
         largest = int(values.max()) if len(values) else 0
         if largest > np.iinfo(self._values.dtype).max:
-            self._values = self._values.astype(np.min_scalar_type(largest))
+            narrow = self._values
+            self._values = self._new(len(narrow), np.min_scalar_type(largest))
+            self._values[: self._at] = narrow[: self._at]
         self._values[self._at : self._at + len(values)] = values
         self._at += len(values)
 
@@ -315,19 +362,23 @@ class SmallArray:
         return self._values[: self._at]
 
 
-def bucket_ids(ids: SampleIds, chosen: Bytes, buckets: int) -> Sequence[BucketIds]:
-    """Return the ids of each bucket. `chosen` is the bucket of each of `ids`."""
-    return [BucketIds(ids, chosen, bucket) for bucket in range(buckets)]
-
-
-def _ends_of_blocks(block: Any, blocks: int) -> I64:
-    """Return the number of ids up to the end of each block. `block(first, last)` has one row of counts for each."""
-    ends, before = np.empty(blocks, np.int64), 0
-    for first in range(0, blocks, _ROWS_AT_ONCE):
-        last = min(first + _ROWS_AT_ONCE, blocks)
-        ends[first:last] = np.cumsum(block(first, last).sum(axis=1, dtype=np.int64)) + before
-        before = int(ends[last - 1])
+def _ends_of_bits(bits: Bytes) -> I64:
+    """Return the number of set bits up to the end of each row of `bits`."""
+    ends, before = np.empty(len(bits), np.int64), 0
+    for first in range(0, len(bits), _ROWS_AT_ONCE):
+        counts = _ONES[bits[first : first + _ROWS_AT_ONCE]].sum(axis=1, dtype=np.int64)
+        ends[first : first + len(counts)] = np.cumsum(counts) + before
+        before += int(counts.sum())
     return ends
+
+
+def _ends_of_counts(counts: Small) -> I64:
+    """Return the sum of `counts` up to the end of each block of `_BLOCK` counts."""
+    blocks = list[I64]()
+    for first in range(0, len(counts), _ROWS_AT_ONCE * _BLOCK):
+        inside = counts[first : first + _ROWS_AT_ONCE * _BLOCK]
+        blocks.append(np.add.reduceat(inside, np.arange(0, len(inside), _BLOCK), dtype=np.int64))
+    return np.cumsum(np.concatenate([np.zeros(0, np.int64), *blocks]))
 
 
 def _count_below(ends: I64, position: int, block: Any) -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders import Clip
-from headrace.loaders.clip import choose, counts
+from headrace.loaders.clip import ClipCounts, choose
 
 VIDEO = VideoInfo(
     ext="mp4",
@@ -134,8 +134,7 @@ def test_clips_end_to_end_cover_each_frame_at_most_once_and_leave_less_than_a_cl
 ) -> None:
     clip = Clip(frames, stride, start="every")
     video = msgspec.structs.replace(VIDEO, frames=length, key_frames=(KeyFrame(5000, 0),))
-    number = counts(clip, np.array([float(length)]), np.array([4.0]))
-    assert isinstance(number, np.ndarray)
+    number = ClipCounts(clip)(np.array([float(length)]), np.array([4.0]))
     begins = [choose(video, clip, 7, 0, 5, part).values[0] for part in range(int(number[0]))]
     assert begins == [part * frames * stride for part in range(len(begins))]
     assert length - len(begins) * frames * stride < frames * stride

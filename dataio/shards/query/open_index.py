@@ -115,9 +115,12 @@ class OpenIndex:
 
         return self._found(numbers, read)
 
-    def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """Yield one table of these columns (None: all) for each part, in order. A few parts are read ahead."""
-        return self._tables.tables(columns)
+    def tables(self, columns: Sequence[str] | None = None, parts: range | None = None) -> Iterator[Any]:
+        """Yield one table of these columns (None: all) for each of these parts (None: all), in order.
+
+        A few parts are read ahead.
+        """
+        return self._tables.tables(columns, parts)
 
     def columns(self, columns: Sequence[str] | None = None) -> Any:
         """Return these columns (None: all) of all samples, ordered by number."""

@@ -107,12 +107,15 @@ class Tables:
             found.update(zip(places, index.files_of(found_rows), strict=True))
         return [found[place] for place in range(len(rows))]
 
-    def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """Yield one table of these columns (None: all) for each part, in order. A few parts are read ahead."""
+    def tables(self, columns: Sequence[str] | None = None, parts: range | None = None) -> Iterator[Any]:
+        """Yield one table of these columns (None: all) for each of these parts (None: all), in order.
+
+        A few parts are read ahead.
+        """
         with ThreadPoolExecutor(_THREADS, "headrace-index") as pool:
             ahead = list[Future[Any]]()
             try:
-                for part in range(len(self._document.index)):
+                for part in range(len(self._document.index)) if parts is None else parts:
                     ahead.append(pool.submit(self.part_table, part, columns))
                     if len(ahead) > _THREADS:
                         yield ahead.pop(0).result()

@@ -14,12 +14,14 @@ from headrace.loaders.sampling.plan import Parts
 from headrace.loaders.sampling.sample_ids import (
     AllIds,
     BitmapIds,
+    BucketNumbers,
     IdsBuilder,
     ListedIds,
     RunIds,
     SampleIds,
     SmallArray,
-    bucket_ids,
+    bucket_ends,
+    ids_from,
 )
 
 
@@ -70,8 +72,20 @@ def test_ids_of_buckets_are_those_of_arrays(mask: npt.NDArray[np.bool_], data: s
     ids, plain = built(mask, []), np.flatnonzero(mask)
     seed, buckets = data.draw(st.integers(0, 999)), data.draw(st.integers(1, 9))
     of_each = np.random.default_rng(seed).integers(0, buckets, len(plain)).astype(np.uint8)
-    for bucket, own in enumerate(bucket_ids(ids, of_each, buckets)):
-        check(own, plain[of_each == bucket], len(mask), data)
+    divided = BucketNumbers(of_each, bucket_ends(of_each, buckets))
+    for bucket in range(buckets):
+        expected = plain[of_each == bucket]
+        assert divided.samples_in(bucket) == len(expected)
+        check(divided.ids_in(bucket, ids), expected, len(mask), data)
+
+
+@settings(deadline=None)
+@given(chosen, st.data())
+def test_ids_are_made_again_from_their_arrays(mask: npt.NDArray[np.bool_], data: st.DataObject) -> None:
+    ids = built(mask, [])
+    again = ids_from(ids.arrays(), len(mask))
+    assert type(again) is type(ids)
+    check(again, np.flatnonzero(mask), len(mask), data)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""Ids and numbers of samples: what processes share is what each of them would compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.store.open import open_store
+from headrace.loaders.sampling import columns, shared_arrays
+from headrace.loaders.sampling.columns import (
+    F64,
+    bucket_numbers,
+    column,
+    counts_by_bucket,
+    samples_where,
+    samples_with,
+    small_numbers,
+)
+from tests.support import indexed_datasets
+
+SAMPLES = 400
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    factor: int
+
+    def __call__(self, duration: F64) -> Any:
+        return (duration * self.factor).astype(np.int64)
+
+
+@dataclasses.dataclass(frozen=True)
+class InThree:
+    def __call__(self, height: F64) -> Any:
+        return (height // 400).astype(np.int64)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dataset]:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(columns, "PIECE_SAMPLES", 60)
+    indexed_datasets.make(open_store(tmp_path / "set"), range(SAMPLES))
+    with Dataset(tmp_path / "set") as opened:
+        yield opened
+
+
+def everything(dataset: Dataset) -> list[Any]:
+    """All that a loader computes from columns, as lists."""
+    ids = samples_with(dataset, "video_ext", "video")
+    rows = np.arange(len(ids))
+    few, many = (small_numbers(dataset, ["duration"], ids, Scaled(factor)) for factor in (3, 100))
+    chosen = bucket_numbers(dataset, ["height"], ids, InThree(), 3)
+    buckets = [chosen.ids_in(number, ids) for number in range(3)]
+    return [
+        ids.take(rows).tolist(),
+        few.tolist(),
+        many.tolist(),
+        [bucket.take(np.arange(len(bucket))).tolist() for bucket in buckets],
+        [counts.tolist() for counts in counts_by_bucket(many, chosen)],
+    ]
+
+
+def expected(dataset: Dataset) -> list[Any]:
+    videos = [one for one in dataset if one.video is not None]
+    heights = {one.id: one.video.height for one in videos if one.video is not None}
+    in_bucket = [[one for one in videos if heights[one.id] // 400 == number] for number in range(3)]
+    return [
+        [one.id for one in videos],
+        [int(one.duration * 3) for one in videos],
+        [int(one.duration * 100) for one in videos],
+        [[one.id for one in bucket] for bucket in in_bucket],
+        [[int(one.duration * 100) for one in bucket] for bucket in in_bucket],
+    ]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_columns_are_those_of_the_samples(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, shared: bool, view: bool
+) -> None:
+    if shared:
+        monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
+    if view:
+        dataset = dataset.where("number % 3 != 1")
+    assert everything(dataset) == expected(dataset)
+    assert everything(dataset) == expected(dataset)  # shared arrays are opened
+
+
+def test_views_and_versions_do_not_share(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
+    for condition in ("number % 3 != 1", "number % 3 != 2"):
+        view = dataset.where(condition)
+        assert everything(view) == expected(view)
+
+
+def test_a_second_process_reads_no_column(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
+    first = everything(dataset)
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert pool.apply(_without_tables, (dataset.url,)) == first
+
+
+def _without_tables(url: str) -> list[Any]:
+    shared_arrays.SHARED_SAMPLES, columns.PIECE_SAMPLES = 0, 60
+    with Dataset.open_lazy(url) as dataset:
+        dataset.index.tables = None  # type: ignore[method-assign,assignment]
+        return everything(dataset)
+
+
+def test_processes_of_a_machine_read_the_columns_once(dataset: Dataset) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(4)
+    with context.Pool(4, _remember, (barrier,)) as pool:
+        counted = pool.map(_counting_parts, [dataset.url] * 4, chunksize=1)
+    assert all(values == expected(dataset) for values, _ in counted)
+    parts = SAMPLES // 25
+    assert sum(reads for _, reads in counted) == 4 * parts  # ids, two of numbers, buckets
+
+
+def _remember(barrier: Any) -> None:
+    globals()["_barrier"] = barrier
+
+
+def _counting_parts(url: str) -> tuple[list[Any], int]:
+    shared_arrays.SHARED_SAMPLES, columns.PIECE_SAMPLES = 0, 60
+    reads = 0
+    with Dataset.open_lazy(url) as dataset:
+        tables = dataset.index.tables
+
+        def count(names: Any = None, parts: range | None = None) -> Iterator[Any]:
+            nonlocal reads
+            for table in tables(names, parts):
+                reads += 1
+                yield table
+
+        dataset.index.tables = count  # type: ignore[method-assign,assignment]
+        globals()["_barrier"].wait(60)
+        return everything(dataset), reads
+
+
+def test_a_function_that_its_repr_does_not_describe_is_refused(dataset: Dataset) -> None:
+    with pytest.raises(TypeError, match="is not a dataclass"):
+        samples_where(dataset, ["number"], lambda table: table)
+    with pytest.raises(TypeError, match="is not a dataclass"):
+        small_numbers(dataset, ["duration"], samples_with(dataset, "video_ext", "video"), np.floor)
+
+
+def test_a_whole_column_is_in_the_order_of_the_ids(dataset: Dataset) -> None:
+    ids = samples_with(dataset, "video_ext", "video")
+    assert column(dataset, "duration", ids).tolist() == [one.duration for one in dataset if one.video]
+
+
+def test_small_datasets_leave_no_files(dataset: Dataset) -> None:
+    everything(dataset)
+    assert os.listdir(os.environ["TMPDIR"]) == []
