@@ -141,7 +141,20 @@ class Buckets:
         return [*shapes, self.budget, *self.patch, self.multiple]
 
     def assign(self, heights: I64, widths: I64, lengths: F64, frames: int) -> I64:
-        """The bucket of each video, from its displayed height and width and the number of frames that it provides."""
+        """The bucket of each video, from its displayed height and width and the number of frames that it provides.
+
+        Videos that have the same size, and fill the same lengths, are in the same bucket. So only one of them is
+        assigned by the rules.
+        """
+        lengths_of_buckets = sorted({bucket.frames or frames for bucket in self.buckets})
+        filled = (np.array(lengths_of_buckets)[None, :] <= lengths[:, None]).sum(axis=1)
+        kind = (heights * (int(widths.max(initial=0)) + 1) + widths) * (len(lengths_of_buckets) + 1) + filled
+        _, first, kind_of_video = np.unique(kind, return_index=True, return_inverse=True)
+        chosen: I64 = self._assign_by_rules(heights[first], widths[first], lengths[first], frames)[kind_of_video]
+        return chosen
+
+    def _assign_by_rules(self, heights: I64, widths: I64, lengths: F64, frames: int) -> I64:
+        """The bucket of each video, by the three rules."""
         shapes = np.array([bucket.size for bucket in self.buckets], np.float64)
         wanted = np.array([bucket.frames or frames for bucket in self.buckets], np.float64)
         away = np.abs(np.log(widths / heights)[:, None] - np.log(shapes[:, 1] / shapes[:, 0])[None, :])

@@ -106,6 +106,16 @@ def test_a_clip_goes_to_the_nearest_aspect_then_the_largest_it_fills_then_the_lo
     assert buckets.assign(heights, widths, lengths.astype(float), 16).tolist() == [bucket for _, bucket in cases]
 
 
+@given(st.integers(0, 999), st.sampled_from([1, 4, 2000]))
+def test_a_bucket_does_not_depend_on_other_videos(seed: int, sizes: int) -> None:
+    buckets, random = Buckets((*SHAPES, Bucket((96, 160), 8)), 10**9), np.random.default_rng(seed)
+    heights, widths = 1 + random.integers(0, sizes, (2, 50)) * (2000 // sizes)
+    lengths = random.integers(0, 40, 50) + random.choice([0, 0.5, np.nan], 50)
+    one_by_one = [buckets.assign(*(array[n : n + 1] for array in (heights, widths, lengths)), 16) for n in range(50)]
+    assert buckets.assign(heights, widths, lengths, 16).tolist() == np.concatenate(one_by_one).tolist()
+    assert buckets.assign(heights[:0], widths[:0], lengths[:0], 16).tolist() == []
+
+
 def test_tokens_are_patches_rounded_up() -> None:
     buckets = Buckets((Bucket((50, 33), 5),), 1000, patch=(4, 16, 16), multiple=5)
     assert buckets.cost(0, 16) == 2 * 4 * 3
