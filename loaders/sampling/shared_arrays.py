@@ -37,7 +37,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -266,6 +265,8 @@ def _file_digest(path: Path) -> str:
 
 def _folder_of(key: Sequence[str]) -> Path:
     """Return the folder of this work. It is created if needed, and old folders are removed first."""
+    from importlib.metadata import version  # slow to import, and small datasets do not need it
+
     described = "\n".join([_FORMAT, version("headrace"), *key])
     user = private_directory(Path(tempfile.gettempdir(), f"headrace-{os.geteuid()}"))
     parent = private_directory(user / "arrays")
