@@ -1,0 +1,1 @@
+"""Fields: the entries of a batch, each of which is made from some files of a sample."""

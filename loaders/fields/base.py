@@ -1,0 +1,101 @@
+"""The interface of a field: which files of a sample it needs, what it makes of them, and how a batch holds the results.
+
+Purpose: `Loader(dataset, fields={name: field})` builds each entry of its batches from one field. Users write their own
+fields by subclassing `Field`.
+Invariants: a field is immutable. The result of `decode` depends only on its argument, so a resumed run and another
+world size get the same values. `decode` may run in several threads at the same time.
+Failure behaviour: `decode` raises `CorruptionError` for wrong bytes and `UnsupportedError` for a format that it does
+not know. Both make the sample a bad sample, and the loader replaces or skips it. Any other error ends the iteration,
+with a note that names the field and the sample.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from headrace.dataio.shards.sample import Sample
+from headrace.loaders.interfaces import SampleRef
+
+if TYPE_CHECKING:
+    import torch
+
+Collate = Literal["stack", "pad", "concat", "list"] | Callable[[Sequence[Any]], Any]
+"""How the values of a batch's samples become one entry:
+
+- "stack": a tensor (B, ...). All values have the same shape.
+- "pad": a tensor (B, L, ...), where L is the length of the longest value. Shorter ones are followed by zeros. The entry
+  `<name>.lengths`, int64 (B,), has the lengths.
+- "concat": a tensor (sum of lengths, ...). The entry `<name>.offsets`, int64 (B + 1,), has the position of each value
+  and the end.
+- "list": a list of the values.
+- A function: called with the list of values. Its result is the entry.
+"""
+
+_GENERATOR = 26  # distinguishes the generator's seed from all other random streams
+
+
+class FieldInput(msgspec.Struct, frozen=True, gc=False):
+    """What `Field.decode` gets.
+
+    Args:
+        sample: the sample, as the index describes it.
+        files: the whole contents of the files that the field needs, read-only, by extension. Their digests are checked.
+        ref: the part (clip, window) of the sample, and its position in the order.
+    """
+
+    sample: Sample
+    files: Mapping[str, memoryview]
+    ref: SampleRef
+
+    def generator(self) -> torch.Generator:
+        """Return a new random generator, whose seed depends on the loader's seed, the epoch and the sample."""
+        import torch
+
+        return torch.Generator().manual_seed(int(self.ref.key(_GENERATOR)[0]) >> 1)
+
+
+class Field(ABC):
+    """One entry of a batch. Subclasses are frozen dataclasses; their `repr` is part of what identifies a loader's data.
+
+    Attributes:
+        files: extensions of the files of a sample that `decode` needs, such as `("latent.npy",)`. A sample that lacks
+            one of them is left out of the loader, unless `required` is False.
+        collate: how the values of a batch become one entry (see `Collate`). Default: "stack".
+        required: whether samples without the field are left out. With False they stay: their value is None in a list,
+            and zeros in a tensor. The entry `<name>.present`, bool (B,), says which samples have it. Default: True.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Points(Field):
+        ...     files: tuple[str, ...] = ("bin",)
+        ...     collate: Collate = "concat"
+        ...
+        ...     def decode(self, data: FieldInput) -> Any:
+        ...         return np.frombuffer(data.files["bin"], np.float32).reshape(-1, 4)
+    """
+
+    files: tuple[str, ...] = ()
+    collate: Collate = "stack"
+    required: bool = True
+
+    @abstractmethod
+    def decode(self, data: FieldInput) -> Any:
+        """Return the value of one sample: a tensor, a numpy array or any other object.
+
+        Arrays may share the memory of `data.files`. The loader copies them into the batch.
+
+        Raises:
+            CorruptionError: the bytes are damaged, or not of the format.
+            UnsupportedError: the format is not supported.
+        """
+
+    def nbytes(self, sample: Sample) -> int:
+        """Return the memory in bytes that the value of this sample takes, in addition to its files.
+
+        The loader admits samples by it. Default: the total size of the files.
+        """
+        return sum(member.length for member in sample.members if member.ext in self.files)
