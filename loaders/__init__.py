@@ -90,11 +90,11 @@ def _gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _imported(module: str) -> ModuleType:
+def _import_with_gc_paused(module: str) -> ModuleType:
     if module in sys.modules:
         return sys.modules[module]
     with _gc_paused():
         return importlib.import_module(module)
 
 
-__getattr__, __dir__ = exports(__name__, _HOME, _imported)
+__getattr__, __dir__ = exports(__name__, _HOME, _import_with_gc_paused)

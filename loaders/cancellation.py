@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_mine = threading.local()
+_current = threading.local()
 
 
 class Cancelled(Exception):
@@ -20,17 +20,17 @@ class Cancelled(Exception):
 
 
 @contextmanager
-def cancelled_by(when: threading.Event) -> Iterator[None]:
-    """Inside the block, `check_cancelled` raises in this thread once `when` is set."""
-    _mine.when = when
+def cancelled_by(event: threading.Event) -> Iterator[None]:
+    """Inside the block, `check_cancelled` raises in this thread once `event` is set."""
+    _current.event = event
     try:
         yield
     finally:
-        _mine.when = None
+        _current.event = None
 
 
 def check_cancelled() -> None:
     """Raise `Cancelled` if this thread's work was cancelled. Long work calls this between its steps."""
-    when: threading.Event | None = getattr(_mine, "when", None)
-    if when is not None and when.is_set():
+    event: threading.Event | None = getattr(_current, "event", None)
+    if event is not None and event.is_set():
         raise Cancelled

@@ -62,13 +62,13 @@ def quarantine(args: argparse.Namespace) -> int:
     return _list(folder, url, as_json=args.json)
 
 
-def _url(named: str) -> str:
+def _url(address: str) -> str:
     """The dataset's URL as the store spells it. A record file is named by a hash of this URL."""
-    if "://" in named and not named.startswith("file://"):
-        return named.rstrip("/")
+    if "://" in address and not address.startswith("file://"):
+        return address.rstrip("/")
     from headrace.dataio.store.open import open_store
 
-    with open_store(named) as store:
+    with open_store(address) as store:
         return store.location.url
 
 
@@ -122,16 +122,16 @@ def _shared(url: str, *, as_json: bool) -> int:
         if as_json:
             print_json_line({"version": version, **msgspec.to_builtins(entry)})
         else:
-            found = "suspected by one run: " if entry.suspected and not bad.is_lasting(entry.location, version) else ""
-            where = f"{entry.dataset}, {entry.shard} at {entry.offset}"
-            print(one_line(f"{version}  {entry.key}: {found}{entry.reason}  [{where}]"))
+            note = "suspected by one run: " if entry.suspected and not bad.is_lasting(entry.location, version) else ""
+            location = f"{entry.dataset}, {entry.shard} at {entry.offset}"
+            print(one_line(f"{version}  {entry.key}: {note}{entry.reason}  [{location}]"))
     if not as_json:
         print(f"{counted(len(numbered), 'sample')}, version {max((version for version, _ in numbered), default=0)}")
     return 1 if numbered else 0
 
 
 def _line(record: records.Record) -> str:
-    one = record.skipped
-    kind = "wrong bytes" if one.permanent else "a clip"
-    where = f"{one.dataset} version {record.version}, {one.shard} at {one.offset}"
-    return one_line(f"{one.key}  {kind}: {one.reason}  [{where}]")
+    skipped = record.skipped
+    kind = "wrong bytes" if skipped.permanent else "a clip"
+    location = f"{skipped.dataset} version {record.version}, {skipped.shard} at {skipped.offset}"
+    return one_line(f"{skipped.key}  {kind}: {skipped.reason}  [{location}]")

@@ -289,8 +289,8 @@ def configured_by(
             name = type(self).__name__
             for argument in kwargs:
                 if argument not in signature.parameters:
-                    meant = did_you_mean(argument, signature.parameters, _OTHER_NAMES)
-                    raise TypeError(f"{name}() has no argument {argument!r}{meant}")
+                    suggestion = did_you_mean(argument, signature.parameters, _OTHER_NAMES)
+                    raise TypeError(f"{name}() has no argument {argument!r}{suggestion}")
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -340,13 +340,13 @@ def _in_world() -> bool:
 
 def _device(device: str | torch.device) -> tuple[torch.device, bool]:
     """The device of batches, and whether they are in pinned memory."""
-    named: str = checked("device", str(device) if isinstance(device, torch.device) else device, str)
-    if named.split(":")[0] not in ("cpu", "pinned", "cuda"):
-        raise UsageError(f"device {named!r} is not known", hint="use 'cpu', 'pinned' or 'cuda'")
+    name: str = checked("device", str(device) if isinstance(device, torch.device) else device, str)
+    if name.split(":")[0] not in ("cpu", "pinned", "cuda"):
+        raise UsageError(f"device {name!r} is not known", hint="use 'cpu', 'pinned' or 'cuda'")
     has_cuda = torch.cuda.is_available()
-    if not has_cuda and named != "cpu":
-        raise UsageError(f"device={named!r}, but torch sees no GPU", hint="use device='cpu'")
-    if named.startswith("cuda"):
-        chosen = torch.device(named)
+    if not has_cuda and name != "cpu":
+        raise UsageError(f"device={name!r}, but torch sees no GPU", hint="use device='cpu'")
+    if name.startswith("cuda"):
+        chosen = torch.device(name)
         return (torch.device("cuda", torch.cuda.current_device()) if chosen.index is None else chosen), False
     return torch.device("cpu"), has_cuda

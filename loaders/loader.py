@@ -39,7 +39,7 @@ from headrace.loaders.batch.batch import Batch, Output
 from headrace.loaders.batch.memory import BufferPool, MemoryBudget
 from headrace.loaders.batch.prefetcher import BatchExecutor, GroupSlots, Prefetcher, batches_from
 from headrace.loaders.batch.sample_builder import OnError, SampleBuilder
-from headrace.loaders.fetch.partial_file import HELD_BYTES
+from headrace.loaders.fetch.partial_file import HEAD_CACHE_BYTES
 from headrace.loaders.fetch.sample_reader import SampleReader
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.quarantine import records
@@ -255,15 +255,15 @@ class Loader(IterableDataset[dict[str, Any]]):
         batches = self._plan.batches_in(position.epoch)
         if position.batch > batches:
             raise UsageError(f"the loader's state is at batch {position.batch} of {batches}")
-        other = None
+        difference = None
         if self._listed is not None or position.listed is not None:
             from headrace.loaders.quarantine.shared_list import follow_state
 
-            other = follow_state(self._listed, position)
-        if other is not None:
+            difference = follow_state(self._listed, position)
+        if difference is not None:
             if loss is None:
-                raise states.mismatch(other)
-            loss = loss.also(other)
+                raise states.mismatch(difference)
+            loss = loss.also(difference)
         if loss and is_first("job"):
             _log.warning("a state that does not fit was forced: %s", loss)
         self._stop()
@@ -310,10 +310,10 @@ class Loader(IterableDataset[dict[str, Any]]):
 
     def _next_epoch(self) -> None:
         """Go to the next epoch if the last iteration was left, unless its remaining batches must still be delivered."""
-        left = self._batch < self._plan.batches_in(self._epoch)
-        if left and not self._plan.schedule.evaluates:
+        unfinished = self._batch < self._plan.batches_in(self._epoch)
+        if unfinished and not self._plan.schedule.evaluates:
             return
-        if left:
+        if unfinished:
             self._stop()
         self._epoch, self._batch = self._epoch + 1, 0
 
@@ -325,7 +325,7 @@ class Loader(IterableDataset[dict[str, Any]]):
             return None
         try:
             batch = self._wait()
-            whole = batch.tensors() | self._plan.about(self._epoch, self._batch)
+            tensors = batch.tensors() | self._plan.about(self._epoch, self._batch)
             _count(batch)
             if self._prefetcher is not None:
                 self._prefetcher.plan()
@@ -335,7 +335,7 @@ class Loader(IterableDataset[dict[str, Any]]):
                 self._check_open(error)
             raise
         self._batch, self._delivered = self._batch + 1, True
-        return whole
+        return tensors
 
     def _check_open(self, cause: Exception | None = None) -> None:
         if self._closed:
@@ -364,31 +364,33 @@ class Loader(IterableDataset[dict[str, Any]]):
         return prefetcher
 
     def _build(self, undo: contextlib.ExitStack) -> Prefetcher:
-        how, plan = self._delivery, self._plan
+        delivery, plan = self._delivery, self._plan
         readers = list[SampleReader]()
         for dataset in plan.datasets:
             sized = KnownSizes(dataset.store, dataset.document.shard_sizes)
-            reader = open_reader(sized, how.sidecar, self._meter)
-            readers.append(SampleReader(reader, dataset.store, HELD_BYTES // len(plan.datasets)))
+            reader = open_reader(sized, delivery.sidecar, self._meter)
+            readers.append(SampleReader(reader, dataset.store, HEAD_CACHE_BYTES // len(plan.datasets)))
             undo.callback(readers[-1].close)
         processor = self._start_processor()
         undo.callback(processor.close)
-        memory, output = MemoryBudget(how.memory_limit), how.output
+        memory, output = MemoryBudget(delivery.memory_limit), delivery.output
         builder = SampleBuilder(
             plan, processor, readers, quarantine=self._quarantine, memory=memory, on_error=self._on_error
         )
-        buffers = BufferPool(output.device, pinned=output.pinned, reuse=not how.copy, spare=how.prefetch_batches + 3)
+        buffers = BufferPool(
+            output.device, pinned=output.pinned, reuse=not delivery.copy, spare=delivery.prefetch_batches + 3
+        )
         executor = BatchExecutor(
             builder.build,
             layout=processor.layout,
             output=output,
-            num_threads=how.num_threads,
-            group=how.group,
-            group_slots=how.group_slots,
+            num_threads=delivery.num_threads,
+            group=delivery.group,
+            group_slots=delivery.group_slots,
             buffers=buffers,
         )
         batches = batches_from(self._listed or plan, self._epoch, self._batch)
-        return Prefetcher(batches, builder, executor, ahead=how.prefetch_batches, memory=memory)
+        return Prefetcher(batches, builder, executor, ahead=delivery.prefetch_batches, memory=memory)
 
     def _close_datasets(self) -> None:
         for dataset in self._owned:

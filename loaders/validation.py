@@ -22,7 +22,7 @@ import numpy as np
 from headrace.dataio.core.errors import UsageError
 
 
-def checked(name: str, value: object, kind: Any, wanted: str = "") -> Any:
+def checked(name: str, value: object, kind: Any, expected: str = "") -> Any:
     """Convert `value` to this type.
 
     Args:
@@ -31,12 +31,12 @@ def checked(name: str, value: object, kind: Any, wanted: str = "") -> Any:
         kind: a type, or a union of types.
         wanted: what to give instead, for the error. Default: the name of the type.
     """
-    found = _python(value)
+    python_value = _python(value)
     try:
-        converted = msgspec.convert(found, kind)
+        converted = msgspec.convert(python_value, kind)
     except msgspec.ValidationError:
-        raise UsageError(f"{name} cannot be {value!r:.200}", hint=f"give {wanted or _in_words(kind)}") from None
-    return converted if isinstance(found, list) else found
+        raise UsageError(f"{name} cannot be {value!r:.200}", hint=f"give {expected or _in_words(kind)}") from None
+    return converted if isinstance(python_value, list) else python_value
 
 
 def check_fields(description: Any) -> None:
@@ -44,23 +44,23 @@ def check_fields(description: Any) -> None:
     cls: Any = type(description)
     for name, kind in _kinds(cls).items():
         value = getattr(description, name)
-        found = checked(f"{cls.__name__}'s {name}", value, kind)
-        if found is not value:
-            object.__setattr__(description, name, found)
+        converted = checked(f"{cls.__name__}'s {name}", value, kind)
+        if converted is not value:
+            object.__setattr__(description, name, converted)
 
 
-def check_count(name: str, value: int, most: int) -> int:
-    """Return `value` if it is an integer from 1 to `most`."""
+def check_count(name: str, value: int, maximum: int) -> int:
+    """Return `value` if it is an integer from 1 to `maximum`."""
     number: int = checked(name, value, int)
-    if not 1 <= number <= most:
-        raise UsageError(f"{name} is a number from 1 to {most}, not {number}")
+    if not 1 <= number <= maximum:
+        raise UsageError(f"{name} is a number from 1 to {maximum}, not {number}")
     return number
 
 
-def check_choice(name: str, value: str, known: Sequence[str]) -> None:
-    """Raise `UsageError` unless `value` is one of `known`."""
-    if value not in known:
-        raise UsageError(f"{name}={value!r} is not known", hint=f"use {', '.join(map(repr, known))}")
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise `UsageError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise UsageError(f"{name}={value!r} is not known", hint=f"use {', '.join(map(repr, choices))}")
 
 
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:

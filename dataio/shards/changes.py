@@ -42,7 +42,7 @@ from headrace.dataio.shards.query.tables import repeated_keys
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
-from headrace.dataio.shards.versions.mounting import mount_of, named_by, with_mounts
+from headrace.dataio.shards.versions.mounting import mount_of, mounts_given_to, with_mounts
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
 
@@ -75,7 +75,7 @@ def save(dataset: Dataset, message: str) -> VersionDocument:
     if not parts:
         raise UsageError(f"no sample meets {' and '.join(view.lineage.where)}", hint="there is nothing to save")
     document = dataset.document
-    made = versions.new_document(
+    new_version = versions.new_document(
         document.name,
         document.shards,
         parts,
@@ -85,7 +85,7 @@ def save(dataset: Dataset, message: str) -> VersionDocument:
         mounts=document.mounts,
         lineage=view.lineage,
     )
-    return history.commit(dataset.store, lambda _: made, trunk=False)
+    return history.commit(dataset.store, lambda _: new_version, trunk=False)
 
 
 def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, message: str) -> VersionDocument:
@@ -97,12 +97,12 @@ def remove(dataset: Dataset, keys: Iterable[str] | None, where: str | None, mess
             opened = OpenIndex(store, base)
             removed, removed_bytes = _removed_rows(dataset, opened, base, listed, where)
             count = sum(removed.counts)
-            left = (_without_rows(opened, part, rows) for part, rows in enumerate(removed))
+            remaining = (_without_rows(opened, part, rows) for part, rows in enumerate(removed))
             sizes = [part.sample_bytes - size for part, size in zip(base.index, removed_bytes, strict=True)]
-            parts = _narrow_parts(store, base, left, sizes)
-        how = Lineage(operation="remove", where=(where,) if where else ())
+            parts = _narrow_parts(store, base, remaining, sizes)
+        lineage = Lineage(operation="remove", where=(where,) if where else ())
         return _next_document(
-            base, base.shards, parts, message or f"removed {counted(count, 'sample')}", base.mounts, how
+            base, base.shards, parts, message or f"removed {counted(count, 'sample')}", base.mounts, lineage
         )
 
     return history.commit(dataset.store, build)
@@ -141,8 +141,8 @@ def _removed_rows(
             sizes.append(size)
     count = sum(removed.counts)
     if not count or count == len(opened):
-        which = "no sample is" if not count else "all samples are"
-        raise UsageError(f"{which} to be removed from {dataset.url}", hint="no version was made")
+        subject = "no sample is" if not count else "all samples are"
+        raise UsageError(f"{subject} to be removed from {dataset.url}", hint="no version was made")
     return removed, sizes
 
 
@@ -155,10 +155,10 @@ def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> tuple[Ve
         raise UsageError("merge takes at least one other dataset", hint="ds.merge(Dataset(url))")
     _check_no_view(dataset)
     inputs = [_merge_input(dataset, other) for other in others]
-    named = [
+    named_mounts = [
         mount
         for other in others
-        for mount in (mount_of(Location(*_location(other.store), True)), *named_by(other.store))
+        for mount in (mount_of(Location(*_location(other.store), True)), *mounts_given_to(other.store))
     ]
     sources = tuple(Source(name=o.name, version=o.version, digest=o.digest) for o in others)
     names = ", ".join(f"{o.name} version {o.version}" for o in others)
@@ -168,11 +168,11 @@ def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> tuple[Ve
         mounts = {mount.name: mount for mount in base.mounts}
         for merged in inputs:
             for mount in merged.mounts:
-                known = mounts.setdefault(mount.name, mount)
-                if known != mount:  # a forged name would send readers of one dataset to the other's location
+                registered = mounts.setdefault(mount.name, mount)
+                if registered != mount:  # a forged name would send readers of one dataset to the other's location
                     raise ConflictError(
                         f"the datasets that are to be merged give two locations the name {mount.name!r:.100}: "
-                        f"{known.url!r:.200} and {mount.url!r:.200}",
+                        f"{registered.url!r:.200} and {mount.url!r:.200}",
                         hint="merge only datasets that Headrace wrote: each of its mounts has a unique name",
                     )
             for shard in merged.shards:
@@ -180,24 +180,24 @@ def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> tuple[Ve
                     raise CorruptionError(f"{shard.key} has two sizes in the datasets that are to be merged")
         if len(mounts) > MAX_MOUNTS:
             raise UsageError(f"the datasets lie in {len(mounts)} locations", hint=f"at most {MAX_MOUNTS} can be merged")
-        how, text = Lineage(operation="merge", sources=sources), message or f"merged {names}"
+        lineage, text = Lineage(operation="merge", sources=sources), message or f"merged {names}"
         parts = [*base.index, *(part for merged in inputs for part in merged.parts)]
-        made = _next_document(base, tuple(shards.values()), tuple(parts), text, tuple(mounts.values()), how)
-        with _with_mounts(dataset, made, named) as store:
-            made = _sort_parts(store, made)
-            _check_unique_keys(store, made)
-        return made
+        new_version = _next_document(base, tuple(shards.values()), tuple(parts), text, tuple(mounts.values()), lineage)
+        with _with_mounts(dataset, new_version, named_mounts) as store:
+            new_version = _sort_parts(store, new_version)
+            _check_unique_keys(store, new_version)
+        return new_version
 
-    return history.commit(dataset.store, build), named
+    return history.commit(dataset.store, build), named_mounts
 
 
 # --- index parts with fewer rows
 
 
 def _without_rows(opened: OpenIndex, part: int, removed: RowNumbers) -> RowNumbers:
-    left = opened.remaining_rows(part)
-    before = np.arange(opened.part_rows(part), dtype=np.uint32) if left is None else left
-    return np.setdiff1d(before, removed, assume_unique=True)
+    remaining = opened.remaining_rows(part)
+    rows = np.arange(opened.part_rows(part), dtype=np.uint32) if remaining is None else remaining
+    return np.setdiff1d(rows, removed, assume_unique=True)
 
 
 def _narrow_parts(
@@ -210,11 +210,11 @@ def _narrow_parts(
     remaining = list[IndexPart | None]()
 
     def changed() -> Iterator[tuple[IndexPart, RowNumbers, int]]:
-        for part, own, size in zip(document.index, rows, sizes, strict=True):
-            if len(own):
-                remaining.append(part if len(own) == part.samples else None)
-            if 0 < len(own) != part.samples:
-                yield part, own, size
+        for part, part_rows, size in zip(document.index, rows, sizes, strict=True):
+            if len(part_rows):
+                remaining.append(part if len(part_rows) == part.samples else None)
+            if 0 < len(part_rows) != part.samples:
+                yield part, part_rows, size
 
     stored = iter(store_bitmaps(store, changed()))
     return tuple(next(stored) if part is None else part for part in remaining)
@@ -241,13 +241,13 @@ def _next_document(
 
 
 @contextlib.contextmanager
-def _with_mounts(dataset: Dataset, document: VersionDocument, named: Sequence[Mount] = ()) -> Iterator[Store]:
-    whole, owned = with_mounts(dataset.store, document, False, {}, dataset.trust_mounts, named)
+def _with_mounts(dataset: Dataset, document: VersionDocument, named_mounts: Sequence[Mount] = ()) -> Iterator[Store]:
+    store, owned = with_mounts(dataset.store, document, False, {}, dataset.trust_mounts, named_mounts)
     try:
-        yield whole
+        yield store
     finally:
-        if owned and whole is not dataset.store:
-            whole.close()
+        if owned and store is not dataset.store:
+            store.close()
 
 
 def _check_no_view(dataset: Dataset) -> None:
@@ -314,9 +314,9 @@ def _sort_parts(store: Store, document: VersionDocument) -> VersionDocument:
     for part in document.index:
         groups.setdefault((part.key, part.prefix), []).append(part)
     parts = [
-        part if len(same) == 1 else _union_of_rows(store, document, same)
-        for same in groups.values()
-        for part in same[:1]
+        part if len(entries) == 1 else _union_of_rows(store, document, entries)
+        for entries in groups.values()
+        for part in entries[:1]
     ]
     document = msgspec.structs.replace(document, index=tuple(parts), samples=sum(p.samples for p in parts))
     firsts = [_first_position(OpenIndex(store, document), number, positions) for number in range(len(parts))]
@@ -324,20 +324,20 @@ def _sort_parts(store: Store, document: VersionDocument) -> VersionDocument:
     return msgspec.structs.replace(document, index=tuple(parts[number] for number in order))
 
 
-def _union_of_rows(store: Store, document: VersionDocument, same: Sequence[IndexPart]) -> IndexPart:
-    whole = msgspec.structs.replace(same[0], bitmap=None)
-    if any(part.bitmap is None for part in same):
-        return whole
-    loaded = [rows for part in same if (rows := load_bitmap(store, part, part.key)) is not None]
+def _union_of_rows(store: Store, document: VersionDocument, entries: Sequence[IndexPart]) -> IndexPart:
+    full_part = msgspec.structs.replace(entries[0], bitmap=None)
+    if any(part.bitmap is None for part in entries):
+        return full_part
+    loaded = [rows for part in entries if (rows := load_bitmap(store, part, part.key)) is not None]
     rows = np.unique(np.concatenate(loaded)).astype(np.uint32)
-    if len(rows) == whole.rows:
-        return whole
-    for part, part_rows in zip(same, loaded, strict=True):
+    if len(rows) == full_part.rows:
+        return full_part
+    for part, part_rows in zip(entries, loaded, strict=True):
         if len(part_rows) == len(rows):
             return part
-    table = OpenIndex(store, msgspec.structs.replace(document, index=(whole,))).part_table(0, ["bytes"])
+    table = OpenIndex(store, msgspec.structs.replace(document, index=(full_part,))).part_table(0, ["bytes"])
     size: int = pc.sum(table["bytes"].take(pa.array(rows)), min_count=0).as_py()
-    return store_bitmaps(store, [(whole, rows, size)])[0]
+    return store_bitmaps(store, [(full_part, rows, size)])[0]
 
 
 def _first_position(opened: OpenIndex, part: int, positions: Any) -> tuple[int, int]:
@@ -375,8 +375,8 @@ class Diff:
 
     def __init__(self, connection: Any, samples: tuple[int, int], resources: contextlib.ExitStack) -> None:
         self._connection, self._resources = connection, resources
-        found = dict(connection.execute("SELECT kind, count(*) FROM changes GROUP BY kind").fetchall())
-        self.added, self.removed, self.changed = (int(found.get(kind, 0)) for kind in range(3))
+        counts = dict(connection.execute("SELECT kind, count(*) FROM changes GROUP BY kind").fetchall())
+        self.added, self.removed, self.changed = (int(counts.get(kind, 0)) for kind in range(3))
         self.unchanged = samples[0] - self.removed - self.changed
 
     def __iter__(self) -> Iterator[Change]:
@@ -426,10 +426,10 @@ def _content_columns(table: Any) -> Any:
 def _parts_to_read(old: Dataset, new: Dataset) -> tuple[Sequence[int], Sequence[int]]:
     """Return the parts of each dataset that the other one does not have with the same remaining rows."""
     same_store = old.url == new.url
-    known = {(p.key, p.digest): n for n, p in enumerate(new.document.index)} if same_store else {}
+    new_numbers = {(p.key, p.digest): n for n, p in enumerate(new.document.index)} if same_store else {}
     old_parts, new_parts = list[int](), set(range(len(new.document.index)))
     for number, part in enumerate(old.document.index):
-        match = known.get((part.key, part.digest))
+        match = new_numbers.get((part.key, part.digest))
         if match is not None and _same_rows(old, number, new, match):
             new_parts.discard(match)
         else:

@@ -69,11 +69,11 @@ def info(args: Namespace) -> int:
 
     with open_dataset(args) as opened, count_progress("reading index parts", quiet=args.json) as progress:
         chosen = _narrowed(opened, args.where)
-        found = summary(chosen, engine=args.engine, workers=args.workers, journal=args.journal, progress=progress)
+        figures = summary(chosen, engine=args.engine, workers=args.workers, journal=args.journal, progress=progress)
     if args.json:
-        print_json(found)
+        print_json(figures)
     else:
-        print_rows(_info_rows(found))
+        print_rows(_info_rows(figures))
     return 0
 
 
@@ -182,7 +182,7 @@ def preview(args: Namespace) -> int:
         with name_path_in_errors(path), write_output(path) as file:  # an unwritable path fails before the decoding
             page = make(chosen, limit=args.limit, frames=args.frames, workers=args.workers, progress=progress)
             file.write(page.encode())
-        found = {
+        report = {
             "page": str(path),
             "bytes": path.stat().st_size,
             "url": chosen.url,
@@ -191,7 +191,7 @@ def preview(args: Namespace) -> int:
             "shown": min(args.limit, len(chosen)),
         }
     if args.json:
-        print_json(found)
+        print_json(report)
     else:
         print(one_line(f"{path}: {limits.format_bytes(path.stat().st_size)}"))
     return 0
@@ -223,34 +223,34 @@ def _main_ext(sample: Sample) -> str:
 # --- output
 
 
-def _info_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _info_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
-        ("dataset", f"{found['url']} ({found['name']})"),
-        ("version", f"{found['version']} of {found['created']}, digest {found['digest'][:16]}"),
-        *_origin(found),
-        ("samples", f"{found['samples']}, {found['with_text']} with text"),
-        ("hours", f"{found['seconds'] / 3600:.3f}, {found['video_seconds'] / 3600:.3f} of them video"),
-        ("frames", str(found["video_frames"])),
-        ("bytes", f"{limits.format_bytes(found['member_bytes'])} of {_bytes_in_shards(found)}"),
+        ("dataset", f"{figures['url']} ({figures['name']})"),
+        ("version", f"{figures['version']} of {figures['created']}, digest {figures['digest'][:16]}"),
+        *_origin(figures),
+        ("samples", f"{figures['samples']}, {figures['with_text']} with text"),
+        ("hours", f"{figures['seconds'] / 3600:.3f}, {figures['video_seconds'] / 3600:.3f} of them video"),
+        ("frames", str(figures["video_frames"])),
+        ("bytes", f"{limits.format_bytes(figures['member_bytes'])} of {_bytes_in_shards(figures)}"),
     ]
     for label in ("video codecs", "audio codecs", "sizes", "sample rates", "colors"):
-        counts = list(found[label.replace(" ", "_")].items())
+        counts = list(figures[label.replace(" ", "_")].items())
         shown = ", ".join(f"{name} ({n})" for name, n in counts[:_CODECS_SHOWN])
         more = f", and {len(counts) - _CODECS_SHOWN} more" if len(counts) > _CODECS_SHOWN else ""
         rows.append((label, shown + more or "none"))
     return rows
 
 
-def _bytes_in_shards(found: dict[str, Any]) -> str:
-    return f"{limits.format_bytes(found['bytes'])} in {counted(found['shards'], 'shard')}"
+def _bytes_in_shards(figures: dict[str, Any]) -> str:
+    return f"{limits.format_bytes(figures['bytes'])} in {counted(figures['shards'], 'shard')}"
 
 
-def _origin(found: dict[str, Any]) -> list[tuple[str, str]]:
+def _origin(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows that say how the version was made, as far as its document records it."""
-    sources = ", ".join(f"{source['name']} version {source['version']}" for source in found["made_from"])
-    made = [found["message"], f"from {sources}" if sources else "", "" if found["trunk"] else "a saved view"]
-    rows = [("made by", ", ".join(filter(None, made))), ("where", " and ".join(found["where"]))]
-    return [row for row in (*rows, ("tags", ", ".join(found["tags"]))) if row[1]]
+    sources = ", ".join(f"{source['name']} version {source['version']}" for source in figures["made_from"])
+    origin = [figures["message"], f"from {sources}" if sources else "", "" if figures["trunk"] else "a saved view"]
+    rows = [("made by", ", ".join(filter(None, origin))), ("where", " and ".join(figures["where"]))]
+    return [row for row in (*rows, ("tags", ", ".join(figures["tags"]))) if row[1]]
 
 
 def _sample_line(sample: Sample) -> str:
@@ -265,12 +265,12 @@ def _sample_line(sample: Sample) -> str:
 
 
 def _sample_json(sample: Sample) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(sample, enc_hook=str)  # str: msgspec does not know fractions
+    values: dict[str, Any] = msgspec.to_builtins(sample, enc_hook=str)  # str: msgspec does not know fractions
     if sample.video:
-        found["video"]["key_frames"] = len(sample.video.key_frames)
-    for shown, member in zip(found["members"], sample.members, strict=True):
+        values["video"]["key_frames"] = len(sample.video.key_frames)
+    for shown, member in zip(values["members"], sample.members, strict=True):
         pieces = shown.pop("pieces")
         if member.pieces is not None:  # only counts, because the digests are binary
             counts = {"digests": len(member.pieces.digests) // 8, "marks": len(member.pieces.marks)}
             shown["pieces"] = {**pieces, **counts}
-    return found
+    return values

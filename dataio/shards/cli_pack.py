@@ -177,8 +177,8 @@ def index(args: argparse.Namespace) -> int:
             _print_report(report, dataset.url, dataset.version, ignored="ignored, not named like a tar")
             _print_engine(report)
             for mount in dataset.document.mounts:
-                needed = how_to_open(dataset.store.location, mount)
-                print(f"shards stay in {one_line(mount.url)}{f'; to open them, {needed}' if needed else ''}")
+                instruction = how_to_open(dataset.store.location, mount)
+                print(f"shards stay in {one_line(mount.url)}{f'; to open them, {instruction}' if instruction else ''}")
     return 1 if report.skipped else 0
 
 
@@ -216,11 +216,11 @@ def _print_engine(report: PackReport) -> None:
         print(f"  {worker.name}: {worker.groups} inputs in {worker.seconds:.1f} s ({speed:.1f} MB/s)")
 
 
-def _pack_progress(done: Progress) -> str:
-    skipped = f" ({done.skipped} skipped)" if done.skipped else ""
-    return f"{done.samples}/{done.samples_total}{skipped}"
+def _pack_progress(progress: Progress) -> str:
+    skipped = f" ({progress.skipped} skipped)" if progress.skipped else ""
+    return f"{progress.samples}/{progress.samples_total}{skipped}"
 
 
-def _index_progress(done: IndexProgress) -> str:
-    skipped = f" ({done.skipped} skipped)" if done.skipped else ""
-    return f"{done.shards}/{done.shards_total} shards, {done.samples} samples{skipped}"
+def _index_progress(progress: IndexProgress) -> str:
+    skipped = f" ({progress.skipped} skipped)" if progress.skipped else ""
+    return f"{progress.shards}/{progress.shards_total} shards, {progress.samples} samples{skipped}"

@@ -128,19 +128,19 @@ def diff(args: Namespace) -> int:
     with (
         Dataset(args.dataset, args.old, trust_mounts=args.trust_mounts) as old,
         Dataset(args.other or args.dataset, args.new, trust_mounts=args.trust_mounts) as new,
-        old.diff(new) as found,
+        old.diff(new) as difference,
     ):
-        for change in () if args.summary else found:
+        for change in () if args.summary else difference:
             if args.json:
                 print_json_line({"change": change.kind, "key": change.key})
             else:
                 print(one_line(f"{_SIGNS[change.kind]} {change.key}"))
-        counts = {name: getattr(found, name) for name in ("added", "removed", "changed", "unchanged")}
+        counts = {name: getattr(difference, name) for name in ("added", "removed", "changed", "unchanged")}
         if args.json:
             print_json_line({"old": old.version, "new": new.version, **counts})
         else:
             print(", ".join(f"{n} {name}" for name, n in counts.items()))
-        return int(bool(found))
+        return int(bool(difference))
 
 
 @command(
@@ -163,10 +163,10 @@ def filter_(args: Namespace) -> int:
     with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as opened:
         if args.tag:
             tags.check_free(opened.store, args.tag)  # fail before making a version that cannot get this tag
-        made = opened.where(args.condition).save(args.message)
+        new_version = opened.where(args.condition).save(args.message)
         if args.tag:
-            made.tag(args.tag)
-        _print_made(made, args.json)
+            new_version.tag(args.tag)
+        _print_new_version(new_version, args.json)
     return 0
 
 
@@ -193,8 +193,8 @@ def remove(args: Namespace) -> int:
 
     with Dataset(args.dataset, trust_mounts=args.trust_mounts) as opened:
         if args.apply:
-            made = opened.remove(keys or None, where=args.where, message=args.message)
-            _print_made(made, args.json, before=opened)
+            new_version = opened.remove(keys or None, where=args.where, message=args.message)
+            _print_new_version(new_version, args.json, before=opened)
             return 0
         count = count_removed(opened, keys or None, args.where)
     if args.json:
@@ -222,7 +222,7 @@ def merge(args: Namespace) -> int:
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(Dataset(args.dataset, trust_mounts=args.trust_mounts))
         others = [stack.enter_context(Dataset(o, trust_mounts=args.trust_mounts)) for o in args.others]
-        _print_made(opened.merge(*others, message=args.message), args.json, before=opened)
+        _print_new_version(opened.merge(*others, message=args.message), args.json, before=opened)
     return 0
 
 
@@ -239,18 +239,22 @@ def _read_keys(path: str) -> list[str]:
         raise UsageError(f"{path} cannot be read: {why}", hint="give a text file with one key per line") from error
 
 
-def _print_made(made: Dataset, as_json: bool, before: Dataset | None = None) -> None:
-    document = made.document
-    found: dict[str, Any] = {
-        "url": made.url,
-        "version": made.version,
+def _print_new_version(new_version: Dataset, as_json: bool, before: Dataset | None = None) -> None:
+    document = new_version.document
+    report: dict[str, Any] = {
+        "url": new_version.url,
+        "version": new_version.version,
         "parent": document.parent,
-        "samples": len(made),
+        "samples": len(new_version),
         "message": document.message,
-        "digest": made.digest,
+        "digest": new_version.digest,
     }
     if as_json:
-        print_json(found)
+        print_json(report)
         return
     change = f" (version {before.version}: {len(before)})" if before is not None else ""
-    print(one_line(f"{made.url} version {made.version}: {counted(len(made), 'sample')}{change}, {document.message}"))
+    print(
+        one_line(
+            f"{new_version.url} version {new_version.version}: {counted(len(new_version), 'sample')}{change}, {document.message}"
+        )
+    )

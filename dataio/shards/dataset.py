@@ -101,9 +101,9 @@ class Dataset:
         The arguments are those of `Dataset`. Rows are checked when they are read, as with a large index. Call `check`
         to check all of them.
         """
-        made = cls.__new__(cls)
-        made._open(url, version, storage_options, trust_mounts)
-        return made
+        dataset = cls.__new__(cls)
+        dataset._open(url, version, storage_options, trust_mounts)
+        return dataset
 
     def _open(
         self,
@@ -111,7 +111,7 @@ class Dataset:
         version: int | str | None,
         storage_options: Mapping[str, Any] | None,
         trust_mounts: bool,
-        named: Sequence[versions.Mount] = (),
+        named_mounts: Sequence[versions.Mount] = (),
     ) -> None:
         if type(trust_mounts) is not bool:
             raise UsageError(f"trust_mounts={trust_mounts!r:.100} is neither True nor False")
@@ -122,7 +122,7 @@ class Dataset:
         try:
             self.document, self.digest = tags.load(self.store, version)
             self.store, self.owns_store = with_mounts(
-                self.store, self.document, self.owns_store, storage_options or {}, trust_mounts, named
+                self.store, self.document, self.owns_store, storage_options or {}, trust_mounts, named_mounts
             )
             self.index = OpenIndex(self.store, self.document)
         except BaseException:
@@ -162,8 +162,8 @@ class Dataset:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """A dictionary of plain JSON types that identifies these samples. Store it with the logs of a training run."""
-        named = {"name": self.name, "version": self.version, "digest": self.digest, "samples": len(self)}
-        return named if self.view is None else named | self.view.fingerprint
+        identity = {"name": self.name, "version": self.version, "digest": self.digest, "samples": len(self)}
+        return identity if self.view is None else identity | self.view.fingerprint
 
     @property
     def total_bytes(self) -> int:
@@ -332,7 +332,7 @@ class Dataset:
         """
         from headrace.dataio.shards.query import conditions  # imports DuckDB and Arrow
 
-        before = (
+        lineage = (
             self.view.lineage
             if self.view is not None
             else versions.Lineage(
@@ -340,7 +340,7 @@ class Dataset:
                 sources=(versions.Source(name=self.name, version=self.version, digest=self.digest),),
             )
         )
-        return self._with(conditions.narrow(self.store, self.document, self.index, before, condition))
+        return self._open_view(conditions.narrow(self.store, self.document, self.index, lineage, condition))
 
     def save(self, message: str = "") -> Dataset:
         """Save this view as a version. Readers open it by its number or a tag, and never by default.
@@ -356,7 +356,7 @@ class Dataset:
         """
         from headrace.dataio.shards import changes
 
-        return self._at(changes.save(self, message))
+        return self._open_version(changes.save(self, message))
 
     def remove(self, keys: Iterable[str] | None = None, *, where: str | None = None, message: str = "") -> Dataset:
         """Make the next version: the newest version without some of its samples. Give either `keys` or `where`.
@@ -377,7 +377,7 @@ class Dataset:
         """
         from headrace.dataio.shards import changes
 
-        return self._at(changes.remove(self, keys, where, message))
+        return self._open_version(changes.remove(self, keys, where, message))
 
     def merge(self, *others: Dataset, message: str = "") -> Dataset:
         """Make the next version: the newest version and all samples of other datasets.
@@ -397,7 +397,7 @@ class Dataset:
         """
         from headrace.dataio.shards import changes
 
-        return self._at(*changes.merge(self, others, message))
+        return self._open_version(*changes.merge(self, others, message))
 
     def tag(self, name: str) -> None:
         """Give this version a permanent name.
@@ -427,18 +427,18 @@ class Dataset:
 
         return diff(self, other)
 
-    def _with(self, view: View) -> Dataset:
-        made = object.__new__(Dataset)
-        made.__dict__.update(self.__dict__)
-        made.view, made.index, made.digest, made.report = view, view.index, view.digest, None
-        return made
+    def _open_view(self, view: View) -> Dataset:
+        dataset = object.__new__(Dataset)
+        dataset.__dict__.update(self.__dict__)
+        dataset.view, dataset.index, dataset.digest, dataset.report = view, view.index, view.digest, None
+        return dataset
 
-    def _at(self, document: versions.VersionDocument, named: Sequence[versions.Mount] = ()) -> Dataset:
-        made = object.__new__(Dataset)
-        made._open(self.store, document.version, None, self.trust_mounts, named)
-        made._check_small()
-        made.owns_store = made.owns_store or self.owns_store
-        return made
+    def _open_version(self, document: versions.VersionDocument, named_mounts: Sequence[versions.Mount] = ()) -> Dataset:
+        dataset = object.__new__(Dataset)
+        dataset._open(self.store, document.version, None, self.trust_mounts, named_mounts)
+        dataset._check_small()
+        dataset.owns_store = dataset.owns_store or self.owns_store
+        return dataset
 
     def close(self) -> None:
         """Close the store if this dataset opened it."""

@@ -49,9 +49,9 @@ class Hasher:
     def update(self, chunk: bytes | memoryview) -> None:
         """Add the next bytes of the file, in chunks of any length."""
         self._whole.update(chunk)
-        left = memoryview(chunk) if self._size is not None else memoryview(b"")
-        while self._size is not None and len(left):
-            part, left = left[: self._size - self._open], left[self._size - self._open :]
+        remaining = memoryview(chunk) if self._size is not None else memoryview(b"")
+        while self._size is not None and len(remaining):
+            part, remaining = remaining[: self._size - self._open], remaining[self._size - self._open :]
             self._piece.update(part)
             self._open += len(part)
             if self._open == self._size:
@@ -93,13 +93,13 @@ def first_difference(one: Pieces, other: Pieces) -> int | None:
 
 def runs(numbers: Iterable[int]) -> Runs:
     """Merge piece numbers into runs."""
-    found = list[tuple[int, int]]()
+    merged = list[tuple[int, int]]()
     for number in sorted(set(numbers)):
-        if found and sum(found[-1]) == number:
-            found[-1] = found[-1][0], found[-1][1] + 1
+        if merged and sum(merged[-1]) == number:
+            merged[-1] = merged[-1][0], merged[-1][1] + 1
         else:
-            found.append((number, 1))
-    return tuple(found)
+            merged.append((number, 1))
+    return tuple(merged)
 
 
 def find_fault(pieces: Pieces, length: int) -> str:

@@ -114,20 +114,20 @@ def _decode_pictures(
     workers: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> list[PreviewSample]:
-    found, total = list[PreviewSample](), 0
+    shown, total = list[PreviewSample](), 0
     with (
         WorkerPool(jobs.COMMAND, jobs.HELLO, workers) as pool,
         ThreadPoolExecutor(pool.workers) as threads,
     ):
         for pictures in threads.map(lambda sample: _pictures_of(dataset, sample, frames, pool), samples):
-            sample = samples[len(found)]
+            sample = samples[len(shown)]
             total += sum(map(len, pictures.jpegs))
             if total > PICTURE_BYTES:
                 pictures = Pictures(fault="left out: the page would become too large")
-            found.append(PreviewSample(sample, pictures))
+            shown.append(PreviewSample(sample, pictures))
             if progress is not None:
-                progress(len(found), len(samples))
-    return found
+                progress(len(shown), len(samples))
+    return shown
 
 
 def _pictures_of(dataset: Dataset, sample: Sample, frames: int, pool: WorkerPool) -> Pictures:
@@ -171,13 +171,15 @@ def page(dataset: Dataset, shown: Sequence[PreviewSample], frames: int) -> str:
     style = resources.files("headrace.dataio.shards").joinpath("preview.css").read_text(encoding="utf-8")
     name = html.escape(dataset.name)
     cards = "".join(_card(one, frames) for one in shown)
-    some = f"{len(shown):,} of {len(dataset):,}, evenly spread" if len(shown) < len(dataset) else f"all {len(shown):,}"
+    coverage = (
+        f"{len(shown):,} of {len(dataset):,}, evenly spread" if len(shown) < len(dataset) else f"all {len(shown):,}"
+    )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{name} · version {dataset.version}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
         f"<header>\n<h1>{name}</h1>\n{_header(dataset)}</header>\n{_statistics(dataset)}"
-        f'<h2>Samples <small>{some}</small></h2>\n<ul class="samples">\n{cards}</ul>\n'
+        f'<h2>Samples <small>{coverage}</small></h2>\n<ul class="samples">\n{cards}</ul>\n'
         f"<footer>made by headrace preview · digest {html.escape(dataset.digest[:16])}</footer>\n</body>\n</html>\n"
     )
 
@@ -243,9 +245,9 @@ def _shares(table: Any, columns: tuple[str, ...], words: Any) -> str:
         ]
     if len(present) < len(table):
         rows.append(("none", len(table) - len(present)))
-    most = max((n for _, n in rows), default=1)
+    highest = max((n for _, n in rows), default=1)
     lines = (
-        f'<tr><td>{html.escape(label)}</td><td class="share"><i style="width:{100 * n / most:.1f}%"></i></td>'
+        f'<tr><td>{html.escape(label)}</td><td class="share"><i style="width:{100 * n / highest:.1f}%"></i></td>'
         f'<td class="number">{n:,}</td></tr>'
         for label, n in rows
     )
@@ -320,12 +322,12 @@ def _properties(sample: Sample) -> str:
 
 
 def _clock(seconds: float) -> str:
-    whole = int(seconds)
-    if whole >= 60:
+    total = int(seconds)
+    if total >= 60:
         return (
-            f"{whole // 60}:{whole % 60:02}"
-            if whole < 3600
-            else f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+            f"{total // 60}:{total % 60:02}"
+            if total < 3600
+            else f"{total // 3600}:{total // 60 % 60:02}:{total % 60:02}"
         )
     return f"{seconds:.1f} s"
 
@@ -343,13 +345,13 @@ class Histogram:
 
 def histogram(values: npt.ArrayLike) -> Histogram:
     """Sort the values into bins with round edges. Values that are negative or not finite are ignored."""
-    found = np.asarray(values, np.float64)
-    found = found[np.isfinite(found) & (found >= 0)]
-    if not len(found):
+    finite = np.asarray(values, np.float64)
+    finite = finite[np.isfinite(finite) & (finite >= 0)]
+    if not len(finite):
         return Histogram((), ())
-    low, high = float(found.min()), float(found.max())
+    low, high = float(finite.min()), float(finite.max())
     edges = _logarithmic_edges(low, high) if low > 0 and high / low > 100 else _linear_edges(low, high)
-    counts, _ = np.histogram(found, edges)
+    counts, _ = np.histogram(finite, edges)
     return Histogram(tuple(edges), tuple(int(n) for n in counts))
 
 
@@ -377,26 +379,26 @@ def _logarithmic_edges(low: float, high: float) -> list[float]:
     return edges
 
 
-def histogram_svg(found: Histogram, label: Callable[[float], str], what: str) -> str:
+def histogram_svg(bins: Histogram, label: Callable[[float], str], quantity: str) -> str:
     """Draw the bins as SVG.
 
     `label` gives the text of an edge, and `what` names the values. Neither is escaped, so both must be safe in HTML.
     """
-    if not found.counts:
+    if not bins.counts:
         return '<p class="quiet">none</p>'
-    width, most = _WIDTH / len(found.counts), max(found.counts)
+    width, highest = _WIDTH / len(bins.counts), max(bins.counts)
     bars = []
-    for i, count in enumerate(found.counts):
-        height = 0.0 if not count else max(2.0, (_BASE - _TOP) * count / most)
+    for i, count in enumerate(bins.counts):
+        height = 0.0 if not count else max(2.0, (_BASE - _TOP) * count / highest)
         at = f'x="{i * width + 0.75:.2f}" width="{max(1.0, width - 1.5):.2f}"'
-        title = f"{label(found.edges[i])} to {label(found.edges[i + 1])}: {count}"
+        title = f"{label(bins.edges[i])} to {label(bins.edges[i + 1])}: {count}"
         bars.append(f'<g><rect class="hit" {at} y="0" height="{_BASE}"><title>{title}</title></rect>')
         bars.append(f'<rect class="bar" {at} y="{_BASE - height:.1f}" height="{height:.1f}" rx="1.5"/></g>')
-    ticks = "".join(_tick(found.edges, i, label) for i in _ticks(found.edges))
+    ticks = "".join(_tick(bins.edges, i, label) for i in _ticks(bins.edges))
     return (
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{what}, by {len(found.counts)} bins">'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{quantity}, by {len(bins.counts)} bins">'
         f'{"".join(bars)}<line class="axis" x1="0" x2="{_WIDTH}" y1="{_BASE}" y2="{_BASE}"/>'
-        f'<text class="most" x="0" y="10">{most:,}</text>{ticks}</svg>'
+        f'<text class="most" x="0" y="10">{highest:,}</text>{ticks}</svg>'
     )
 
 

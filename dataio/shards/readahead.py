@@ -52,9 +52,9 @@ class ReadAhead:
     def _get(self, number: int) -> bytearray:
         for old in [n for n in self._windows if not number - 1 <= n <= number + 2]:
             del self._windows[old]
-        for wanted in (number, number + 1):
-            if wanted not in self._windows and wanted * self._window < self.size:
-                self._windows[wanted] = self._thread.submit(self._fetch, wanted)
+        for window in (number, number + 1):
+            if window not in self._windows and window * self._window < self.size:
+                self._windows[window] = self._thread.submit(self._fetch, window)
         return self._windows[number].result()
 
     def _fetch(self, number: int) -> bytearray:

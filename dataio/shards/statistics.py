@@ -120,14 +120,14 @@ def summary(
 
     Example:
         >>> with Dataset(clips) as dataset:
-        ...     found = summary(dataset, workers=1)
-        >>> found["samples"], found["sizes"]
+        ...     figures = summary(dataset, workers=1)
+        >>> figures["samples"], figures["sizes"]
         (4, {'64x48': 4})
     """
-    return {**_described(dataset), **_added(_count(dataset, engine, workers, journal, progress))}
+    return {**_document_figures(dataset), **_sum_counts(_count(dataset, engine, workers, journal, progress))}
 
 
-def _described(dataset: Dataset) -> dict[str, Any]:
+def _document_figures(dataset: Dataset) -> dict[str, Any]:
     """Return the figures that the version document holds."""
     return {
         "url": dataset.url,
@@ -157,7 +157,7 @@ def _tags_of(dataset: Dataset) -> list[str]:
     return [name for name in names if tags.read(dataset.store, name).version == dataset.version]
 
 
-def _added(records: Iterable[PartCounts]) -> dict[str, Any]:
+def _sum_counts(records: Iterable[PartCounts]) -> dict[str, Any]:
     """Add the counts of all parts."""
     seconds, video_seconds, frames, with_text = list[float](), list[float](), 0, 0
     totals = {name: Counter[str]() for name in _COUNTED}
@@ -173,7 +173,7 @@ def _added(records: Iterable[PartCounts]) -> dict[str, Any]:
         "video_seconds": math.fsum(video_seconds),
         "video_frames": frames,
         "with_text": with_text,
-        **{name: dict(sorted(found.items(), key=lambda row: (-row[1], row[0]))) for name, found in totals.items()},
+        **{name: dict(sorted(counter.items(), key=lambda row: (-row[1], row[0]))) for name, counter in totals.items()},
     }
 
 
@@ -201,9 +201,9 @@ def _count(
     with JournalFolder(journal) as folder:
         records = folder.open(blake3.blake3(msgspec.json.encode(plan)).hexdigest()[:32], PartCounts)
         run_units(_task(dataset), records, units, engine=chosen, workers=workers, step=step)
-        found = list(records.records(len(units)))
+        counts = list(records.records(len(units)))
         folder.delete()
-    return found
+    return counts
 
 
 def _units(dataset: Dataset) -> list[_PartsToCount]:
@@ -228,8 +228,8 @@ def _task(dataset: Dataset) -> Task[_PartsToCount, PartCounts]:
 
     def remote() -> RemoteTask[_PartsToCount, PartCounts]:
         check_shareable(dataset.store.location)
-        sent = _RemoteSettings(dataset.store.location, dataset.version)
-        return RemoteTask(_open_remote, msgspec.msgpack.encode(sent))
+        settings = _RemoteSettings(dataset.store.location, dataset.version)
+        return RemoteTask(_open_remote, msgspec.msgpack.encode(settings))
 
     return Task("info", _PartsToCount, opener, remote)
 
@@ -241,9 +241,9 @@ class _RemoteSettings(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def _open_remote(settings: bytes) -> Iterator[_PartCounter]:
-    found = msgspec.msgpack.decode(settings, type=_RemoteSettings)
-    with open_location(found.store) as store:
-        yield _PartCounter(store, history.load(store, found.version)[0], 1)
+    task_settings = msgspec.msgpack.decode(settings, type=_RemoteSettings)
+    with open_location(task_settings.store) as store:
+        yield _PartCounter(store, history.load(store, task_settings.version)[0], 1)
 
 
 class _PartCounter(UnitRunner[_PartsToCount, PartCounts]):
@@ -257,7 +257,7 @@ class _PartCounter(UnitRunner[_PartsToCount, PartCounts]):
         """Count the parts of units in order."""
         for unit in units:
             tables = [self._table(*one) for one in zip(unit.parts, unit.rows, strict=True)]
-            record = _counted(tables)
+            record = _count_tables(tables)
             step(record.done)
             yield unit, record
 
@@ -273,7 +273,7 @@ class _PartCounter(UnitRunner[_PartsToCount, PartCounts]):
         return OpenIndex(self._store, document, chosen).part_table(0, columns)
 
 
-def _counted(tables: list[Any]) -> PartCounts:
+def _count_tables(tables: list[Any]) -> PartCounts:
     import pyarrow.compute as pc
 
     counts: dict[str, Counter[str]] = {name: Counter() for name in _COUNTED}
@@ -293,7 +293,7 @@ def _counted(tables: list[Any]) -> PartCounts:
         video_seconds=tuple(video_seconds),
         frames=frames,
         with_text=with_text,
-        counts={name: dict(found) for name, found in counts.items()},
+        counts={name: dict(counter) for name, counter in counts.items()},
     )
 
 

@@ -295,8 +295,8 @@ def _check_type(type_flag: bytes, name: str, shard: str, position: int) -> None:
         b"S": "sparse file",
     }
     if type_flag not in (b"0", b"\0", b"5"):
-        what = types.get(type_flag, f"member of type {type_flag!r}")
-        raise UnsupportedError(f"{shard}: {name!r} at offset {position} is a {what}; a shard holds only regular files")
+        kind = types.get(type_flag, f"member of type {type_flag!r}")
+        raise UnsupportedError(f"{shard}: {name!r} at offset {position} is a {kind}; a shard holds only regular files")
     segments = name.rstrip("/").split("/")
     if not name or name.startswith("/") or ".." in segments or "\0" in name or "\\" in name:
         raise UnsupportedError(f"{shard}: the name {name!r} at offset {position} could leave its folder")

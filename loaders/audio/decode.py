@@ -39,7 +39,7 @@ from headrace.dataio.shards.media.probe import AUDIO_DECODE_OPTIONS
 from headrace.dataio.shards.sample import AudioInfo, AudioMark
 from headrace.loaders.audio.excerpts import ogg
 from headrace.loaders.audio.excerpts.base import Excerpt, mark_before
-from headrace.loaders.audio.excerpts.decode import SETTLING, WARM_UP, decoded, excerpt_of
+from headrace.loaders.audio.excerpts.decode import SETTLING, WARM_UP, decode_excerpt, excerpt_of
 from headrace.loaders.audio.frames import F32 as F32
 from headrace.loaders.audio.frames import FrameCollector, Head, collect_frames, pts
 from headrace.loaders.audio.resample import resampled
@@ -83,38 +83,42 @@ def decode_audio(
 
     `start` is on the file's own time line. With `from_first` it counts from the first sample of the audio.
     """
-    found = _found(data, info, start, Fraction(samples, spec.sample_rate), spec, from_first)
-    if found is None:
+    window = _decode_window(data, info, start, Fraction(samples, spec.sample_rate), spec, from_first)
+    if window is None:
         return np.zeros((spec.channels, samples), np.float32), 0
-    (made, covered), first = found, round(_EDGE * spec.sample_rate)
+    (audio, covered), edge = window, round(_EDGE * spec.sample_rate)
     real = min(samples, max(0, round((covered - _EDGE) * spec.sample_rate)))
-    part = made[:, first : first + real]
+    part = audio[:, edge : edge + real]
     if part.shape[1] < samples:
         part = np.pad(part, ((0, 0), (0, samples - part.shape[1])))
     return part, real
 
 
-def _found(
+def _decode_window(
     data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec, from_first: bool
 ) -> DecodedAudio | None:
     """The window with `_EDGE` on both sides. None if all of it is silence."""
-    first = _read(data, info, _first) if info.start is None else info.start  # an older index does not list the start
-    start += first if from_first else 0
+    audio_start = (
+        _with_file(data, info, _first_time) if info.start is None else info.start
+    )  # an older index does not list the start
+    start += audio_start if from_first else 0
     excerpt = excerpt_of(data, info, start - _EDGE, start + seconds + _EDGE)
-    made = None if excerpt is None else _at_once(excerpt, info, start - _EDGE, seconds, spec)
-    return made or _read(data, info, lambda file: _by_packets(data, file, info, first, start, seconds, spec))
+    audio = None if excerpt is None else _decode_from_excerpt(excerpt, info, start - _EDGE, seconds, spec)
+    return audio or _with_file(
+        data, info, lambda file: _decode_from_file(data, file, info, audio_start, start, seconds, spec)
+    )
 
 
-def _read(data: Media, info: AudioInfo, read: Callable[[_File], T]) -> T:
-    """Open the file and return what `read` returns for its audio stream."""
-    zero = _zero(data, info)
+def _with_file(data: Media, info: AudioInfo, use: Callable[[_File], T]) -> T:
+    """Open the file and return what `use` returns for its audio stream."""
+    zero = _zero_offset(data, info)
     with open_media(data) as container:
         stream = _stream(container, info)
         stream.codec_context.options = AUDIO_DECODE_OPTIONS
-        return read(_File(container, stream, zero))
+        return use(_File(container, stream, zero))
 
 
-def _zero(data: Media, info: AudioInfo) -> int:
+def _zero_offset(data: Media, info: AudioInfo) -> int:
     """The offset of the first audio packet that does not begin before time zero. 0 if this is not Matroska.
 
     This is the first marked packet, unless the index is of an older version or its marks were left out.
@@ -124,7 +128,7 @@ def _zero(data: Media, info: AudioInfo) -> int:
     at = info.marks[0].at if info.marks else len(data)
     if at < len(data) and block_time(bytes(data[at : at + 12])) >= 0:  # it has a time, whatever that of its cluster
         return at
-    with open_media(data, more=STORED_STAMPS) as container:
+    with open_media(data, extra_options=STORED_STAMPS) as container:
         return first_stamped(container, _stream(container, info))
 
 
@@ -135,37 +139,37 @@ def _stream(container: InputContainer, info: AudioInfo) -> AudioStream:
     return stream
 
 
-def _at_once(
+def _decode_from_excerpt(
     excerpt: Excerpt, info: AudioInfo, begin: Fraction, seconds: Fraction, spec: AudioSpec
 ) -> DecodedAudio | None:
     """Decode an excerpt's audio from `begin` on."""
     first, count = -round(-begin * info.sample_rate), round((seconds + 2 * _EDGE) * info.sample_rate)
-    made = decoded(excerpt, info, first, count, spec)
-    return None if made is None else (made[0], Fraction(made[1], info.sample_rate))
+    audio = decode_excerpt(excerpt, info, first, count, spec)
+    return None if audio is None else (audio[0], Fraction(audio[1], info.sample_rate))
 
 
-def _by_packets(
+def _decode_from_file(
     data: Media,
     file: _File,
     info: AudioInfo,
-    first: Fraction,
+    audio_start: Fraction,
     start: Fraction,
     seconds: Fraction,
     spec: AudioSpec,
 ) -> DecodedAudio | None:
-    """Decode the packets that libav demuxes from the whole file. The audio begins at `first`."""
+    """Decode the packets that libav demuxes from the whole file. The audio begins at `audio_start`."""
     container, stream, _ = file
     coarse, head = _is_coarse(stream), None
-    before = _EDGE if _is_without_memory(info.codec) and not coarse else _EDGE + WARM_UP
-    early, late = start - before, start + seconds + _EDGE
-    if coarse and early > first:
+    lead_in = _EDGE if _is_without_memory(info.codec) and not coarse else _EDGE + WARM_UP
+    early, late = start - lead_in, start + seconds + _EDGE
+    if coarse and early > audio_start:
         # a decoder whose state covers the whole stream must not get the first packet twice
-        head = _head(file) if _settles(info.codec) else _read(data, info, _head)
-    sound = collect_frames(_frames(file, info, first, early, late), seconds + before + _EDGE)
+        head = _first_frame(file) if _settles(info.codec) else _with_file(data, info, _first_frame)
+    sound = collect_frames(_frames(file, info, audio_start, early, late), seconds + lead_in + _EDGE)
     if sound is None:
-        _check_silence(container, info, start - first, seconds)
+        _check_silence(container, info, start - audio_start, seconds)
         return None
-    if early <= first:  # the decoded frames begin with the file's first one
+    if early <= audio_start:  # the decoded frames begin with the file's first one
         head = Head(sound.stamps[0], sound.lengths[0])
     source, covered = sound.placed(start - _EDGE, seconds + 2 * _EDGE, head)
     _check(data, container, info, early, late, sound)
@@ -188,8 +192,8 @@ def _check_silence(container: InputContainer, info: AudioInfo, start: Fraction, 
 
     The window begins `start` seconds after the audio.
     """
-    whole = Fraction(info.samples, info.sample_rate)
-    if container.format.name in _WITHOUT_GAPS and start + seconds > _EDGE and start < whole - _EDGE:
+    duration = Fraction(info.samples, info.sample_rate)
+    if container.format.name in _WITHOUT_GAPS and start + seconds > _EDGE and start < duration - _EDGE:
         raise CorruptionError(f"no audio can be decoded at {float(start):.2f} s, although the index lists some")
 
 
@@ -208,31 +212,33 @@ def _settles(codec: str) -> bool:
     return codec in SETTLING or _is_without_memory(codec)
 
 
-def _head(file: _File) -> Head | None:
+def _first_frame(file: _File) -> Head | None:
     """The first frame; None if the audio begins with damage."""
     try:
-        with closing(_decoded(file, None, None)) as frames:
-            first = next(frames, None)
+        with closing(_decode_frames(file, None, None)) as frames:
+            frame = next(frames, None)
     except av.FFmpegError:
         return None
-    return None if first is None else Head(pts(first), first.samples)
+    return None if frame is None else Head(pts(frame), frame.samples)
 
 
-def _first(file: _File) -> Fraction:
+def _first_time(file: _File) -> Fraction:
     """The time at which the audio begins.
 
     This is the time stamp of the first decoded frame, which may differ from that of the first packet.
     """
-    head, base = _head(file), file.stream.time_base or Fraction(0)
+    head, base = _first_frame(file), file.stream.time_base or Fraction(0)
     return (head.pts if head is not None else file.stream.start_time or 0) * base
 
 
-def _frames(file: _File, info: AudioInfo, first: Fraction, start: Fraction, end: Fraction) -> Iterator[AudioFrame]:
-    """Decoded frames that end after `start` and begin before `end`. The audio begins at `first`."""
+def _frames(
+    file: _File, info: AudioInfo, audio_start: Fraction, start: Fraction, end: Fraction
+) -> Iterator[AudioFrame]:
+    """Decoded frames that end after `start` and begin before `end`. The audio begins at `audio_start`."""
     container, stream, _ = file
     base = stream.time_base
     assert base is not None
-    mark, seeks = None, start > first and _settles(info.codec)
+    mark, seeks = None, start > audio_start and _settles(info.codec)
     if container.format.name in _STAMPED_BY_SEEKING:
         mark = mark_before(info.marks, math.floor(start / base))
         seeks = seeks and (mark is not None or (info.start is None and info.codec != "flac"))
@@ -241,7 +247,7 @@ def _frames(file: _File, info: AudioInfo, first: Fraction, start: Fraction, end:
     for guide in _guides(container, stream) if seeks else ():
         assert guide.time_base is not None
         _seek(container, guide, start if mark is None else mark.pts * base)
-        frames = _decoded(file, start, end, mark)
+        frames = _decode_frames(file, start, end, mark)
         frame = next(frames, None)
         if frame is not None and (guide is stream or pts(frame) * base <= start):
             yield frame
@@ -251,8 +257,10 @@ def _frames(file: _File, info: AudioInfo, first: Fraction, start: Fraction, end:
         if mark is None and guide is stream:
             return
     if seeks:  # no seek led to the requested packet
-        _seek(container, stream, min(Fraction(0), first))
-    yield from _decoded(file, start, end, all_packets=not _settles(info.codec), counted=container.format.name == "wav")
+        _seek(container, stream, min(Fraction(0), audio_start))
+    yield from _decode_frames(
+        file, start, end, all_packets=not _settles(info.codec), counted=container.format.name == "wav"
+    )
 
 
 def _seek(container: InputContainer, guide: AudioStream | VideoStream, start: Fraction) -> None:
@@ -282,7 +290,7 @@ def _guides(container: InputContainer, stream: AudioStream) -> Iterator[AudioStr
     yield stream
 
 
-def _decoded(
+def _decode_frames(
     file: _File,
     start: Fraction | None,
     end: Fraction | None,
@@ -304,16 +312,16 @@ def _decoded(
     early = None if start is None else math.floor(start / base)  # integers are faster than fractions
     late = None if end is None else math.ceil(end / base)
     next_pts: int | None = 0
-    left = None if start is None or end is None else 2 * int((end - start) * stream.sample_rate) + _MORE_PACKETS
+    packets_left = None if start is None or end is None else 2 * int((end - start) * stream.sample_rate) + _MORE_PACKETS
     with demuxed(container, stream) as packets:
         for packet in packets if mark is None else _from_mark(packets, mark):
             stamp = None if lies_before(packet, zero) else packet.pts  # libav counts the times of those from zero
             over = early is not None and stamp is not None and stamp + (packet.duration or 0) <= early
             if over and packet.duration and not all_packets:
                 continue
-            if left is not None and not over:
-                left -= 1
-                if left < 0:
+            if packets_left is not None and not over:
+                packets_left -= 1
+                if packets_left < 0:
                     raise CorruptionError("it has far more packets of sound than its time stamps have room for")
             if lies_before(packet, zero):
                 packet.decode()

@@ -73,14 +73,14 @@ class FrameCollector:
         self.rate, self.layout, self._format = first.sample_rate, first.layout.name, first.format.name
         self.tick = (first.time_base or Fraction(1, self.rate)) * self.rate
         self.channels = len(first.layout.channels)
-        self._type, self._silence, self._one = kind
+        self._type, self._silence, self._full_scale = kind
         self._planar = bool(first.format.is_planar)
         self._width = 1 if self._planar else self.channels
         rows, room = self.channels if self._planar else 1, int(seconds * self.rate) + 2 * first.samples
-        self._held = np.empty((rows, room * self._width), self._type)
+        self._samples = np.empty((rows, room * self._width), self._type)
         self.stamps, self.lengths, self._end = list[int](), list[int](), 0
         self.gaps = 0
-        self._most = MOST_OF_WINDOW * (room + _MOST_OF_SHORT) * self._width
+        self._max_values = MOST_OF_WINDOW * (room + _MOST_OF_SHORT) * self._width
 
     def add(self, frame: AudioFrame) -> None:
         """Copy the frame's samples."""
@@ -90,26 +90,26 @@ class FrameCollector:
         self.lengths.append(frame.samples)
         count = frame.samples * self._width
         end = self._end + count
-        if end > self._most:
+        if end > self._max_values:
             raise CorruptionError("there is far more sound in it than its time stamps have room for")
-        while end > self._held.shape[1]:
-            self._held = np.concatenate([self._held, np.empty_like(self._held)], axis=1)
-        for row, plane in zip(self._held, frame.planes, strict=True):
+        while end > self._samples.shape[1]:
+            self._samples = np.concatenate([self._samples, np.empty_like(self._samples)], axis=1)
+        for row, plane in zip(self._samples, frame.planes, strict=True):
             row[self._end : end] = np.frombuffer(cast(Any, plane), self._type, count)
         self._end = end
 
     def placed(self, start: Fraction, seconds: Fraction, head: Head | None) -> tuple[F32, Fraction]:
         """The samples of `seconds` from `start` on, and the second up to which there is audio."""
         canvas = np.zeros((self.channels, round(seconds * self.rate)), np.float32)
-        held, end, at = self._held[:, : self._end], 0, 0
+        samples, end, at = self._samples[:, : self._end], 0, 0
         if not self._planar:
-            held = held.reshape(-1, self.channels).T
+            samples = samples.reshape(-1, self.channels).T
         runs = _runs(_places(self, start * self.rate, head), self.lengths)
         self.gaps = len(runs) - 1
         for place, length in runs:
             low, high = max(0, -place), min(length, canvas.shape[1] - place)
             if low < high:
-                self._draw(held[:, at + low : at + high], canvas[:, place + low : place + high])
+                self._draw(samples[:, at + low : at + high], canvas[:, place + low : place + high])
                 end = max(end, place + high)
             at += length
         return canvas, Fraction(end, self.rate)
@@ -117,10 +117,10 @@ class FrameCollector:
     def _draw(self, samples: npt.NDArray[Any], target: F32) -> None:
         if self._silence:
             samples = samples.astype(np.int16) - self._silence
-        if self._one == 1:
+        if self._full_scale == 1:
             target[:] = samples
         else:
-            np.multiply(samples, np.float32(1 / self._one), out=target, dtype=np.float32, casting="unsafe")
+            np.multiply(samples, np.float32(1 / self._full_scale), out=target, dtype=np.float32, casting="unsafe")
 
 
 def collect_frames(frames: Iterable[AudioFrame], seconds: Fraction) -> FrameCollector | None:
@@ -128,11 +128,11 @@ def collect_frames(frames: Iterable[AudioFrame], seconds: Fraction) -> FrameColl
 
     `seconds` is their expected duration, which sizes the buffer.
     """
-    found: FrameCollector | None = None
+    collector: FrameCollector | None = None
     for frame in frames:
-        found = found or FrameCollector(frame, seconds)
-        found.add(frame)
-    return found
+        collector = collector or FrameCollector(frame, seconds)
+        collector.add(frame)
+    return collector
 
 
 def _runs(places: list[int], lengths: list[int]) -> list[tuple[int, int]]:
@@ -154,31 +154,31 @@ def _places(sound: FrameCollector, start: Fraction, head: Head | None) -> list[i
     Such a run begins at the time that fits all of its time stamps best. Between runs there is a gap or an overlap.
     """
     stamps, lengths, tick = sound.stamps, sound.lengths, sound.tick
-    one = tick.denominator  # integers are faster than fractions
-    tolerance = math.ceil(max(tick, _ROUNDED * sound.rate + 1) * one)
+    unit = tick.denominator  # integers are faster than fractions
+    tolerance = math.ceil(max(tick, _ROUNDED * sound.rate + 1) * unit)
     places, first = list[int](), 0
     while first < len(stamps):
         ends, away = [0], [0]
         for stamp, length in zip(stamps[first + 1 :], lengths[first:], strict=False):
-            off = (stamp - stamps[first]) * tick.numerator - (ends[-1] + length) * one
+            off = (stamp - stamps[first]) * tick.numerator - (ends[-1] + length) * unit
             if abs(off) >= tolerance:
                 break
             ends.append(ends[-1] + length)
             away.append(off)
         begin = stamps[first] * tick
         if head is None or stamps[first] != head.pts:
-            begin += Fraction(max(away) + min(away), 2 * one)
+            begin += Fraction(max(away) + min(away), 2 * unit)
             if head is not None:
                 # the last frame may be shorter than the others, and so may the file's first
-                before = lengths[first : first + len(ends) - 1] or [max(lengths[first], head.samples)]
-                begin = _counted(head, begin, set(before), tick)
+                frame_lengths = lengths[first : first + len(ends) - 1] or [max(lengths[first], head.samples)]
+                begin = _nearest_boundary(head, begin, set(frame_lengths), tick)
         at = int(begin) + round(-start) if begin.denominator == 1 else round(begin - start)
         places += [at + end for end in ends]
         first += len(ends)
     return places
 
 
-def _counted(head: Head, begin: Fraction, lengths: set[int], tick: Fraction) -> Fraction:
+def _nearest_boundary(head: Head, begin: Fraction, lengths: set[int], tick: Fraction) -> Fraction:
     """The frame boundary at most a tick from `begin`, if all frames since the first have the one length in `lengths`.
 
     Otherwise `begin`.

@@ -35,26 +35,26 @@ from headrace.loaders.decode.dali import copied, dali_installed, gpu_count
 _LINEAR_HZ, _BREAK_HZ, _LOG_STEP = 200 / 3, 1000.0, math.log(6.4) / 27  # Slaney's scale: linear, then logarithmic
 
 
-def log_mel(sound: torch.Tensor, sample_rate: int, what: LogMel) -> torch.Tensor:
+def log_mel(sound: torch.Tensor, sample_rate: int, settings: LogMel) -> torch.Tensor:
     """float32 (C, S) to float32 (C, n_mels, 1 + S // hop_length), on the same device."""
-    window = torch.hann_window(what.n_fft, device=sound.device)
-    spectrum = torch.stft(sound, what.n_fft, what.hop_length, window=window, center=True, return_complex=True)
+    window = torch.hann_window(settings.n_fft, device=sound.device)
+    spectrum = torch.stft(sound, settings.n_fft, settings.hop_length, window=window, center=True, return_complex=True)
     power = spectrum.real.square() + spectrum.imag.square()
-    mel = (_bands(what, sample_rate).to(sound.device) @ power).clamp_(min=what.floor)
-    return mel.log_() if what.log == "natural" else mel.log10_()
+    mel = (_bands(settings, sample_rate).to(sound.device) @ power).clamp_(min=settings.floor)
+    return mel.log_() if settings.log == "natural" else mel.log10_()
 
 
 @functools.lru_cache(maxsize=16)
-def _bands(what: LogMel, sample_rate: int) -> torch.Tensor:
+def _bands(settings: LogMel, sample_rate: int) -> torch.Tensor:
     """The triangular filters: float32 (n_mels, n_fft // 2 + 1)."""
-    high = sample_rate / 2 if what.f_max is None else what.f_max
-    ends = torch.tensor([_to_mel(what.f_min, what.scale), _to_mel(high, what.scale)], dtype=torch.float64)
-    steps = torch.linspace(float(ends[0]), float(ends[1]), what.n_mels + 2, dtype=torch.float64)
-    edges = torch.tensor([_to_hz(float(mel), what.scale) for mel in steps], dtype=torch.float64)
-    bins = torch.linspace(0, sample_rate / 2, what.n_fft // 2 + 1, dtype=torch.float64)
+    high = sample_rate / 2 if settings.f_max is None else settings.f_max
+    ends = torch.tensor([_to_mel(settings.f_min, settings.scale), _to_mel(high, settings.scale)], dtype=torch.float64)
+    steps = torch.linspace(float(ends[0]), float(ends[1]), settings.n_mels + 2, dtype=torch.float64)
+    edges = torch.tensor([_to_hz(float(mel), settings.scale) for mel in steps], dtype=torch.float64)
+    bins = torch.linspace(0, sample_rate / 2, settings.n_fft // 2 + 1, dtype=torch.float64)
     left, middle, right = edges[:-2, None], edges[1:-1, None], edges[2:, None]
     triangles = torch.minimum((bins - left) / (middle - left), (right - bins) / (right - middle)).clamp_(min=0)
-    if what.scale == "slaney":
+    if settings.scale == "slaney":
         triangles *= 2 / (right - left)
     return triangles.float()
 
@@ -82,12 +82,12 @@ class DaliMel:
     Each graph is used by one thread at a time.
     """
 
-    def __init__(self, what: LogMel, sample_rate: int, device_id: int | None = None) -> None:
+    def __init__(self, settings: LogMel, sample_rate: int, device_id: int | None = None) -> None:
         if not dali_installed():
             raise UnsupportedError("DALI is not installed", hint="pip install 'headrace[dali]' (Linux only)")
         if device_id is not None and device_id >= gpu_count():
             raise UnsupportedError(f"DALI sees no GPU number {device_id}", hint="use device='cpu'")
-        self._what, self._rate, self._device_id = what, sample_rate, device_id
+        self._settings, self._rate, self._device_id = settings, sample_rate, device_id
         self._idle: list[_Graph] = []
         self._lock = threading.Lock()
 
@@ -97,8 +97,8 @@ class DaliMel:
         rows = list[torch.Tensor]()
         for start in range(0, len(channels), MAX_CHANNELS):
             rows += self._run(channels[start : start + MAX_CHANNELS])
-        left = iter(rows)
-        return [torch.stack(list(itertools.islice(left, len(sound)))) for sound in sounds]
+        remaining = iter(rows)
+        return [torch.stack(list(itertools.islice(remaining, len(sound)))) for sound in sounds]
 
     def close(self) -> None:
         with self._lock:
@@ -107,7 +107,7 @@ class DaliMel:
     def _run(self, channels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with self._lock:
             graph = self._idle.pop() if self._idle else None
-        graph = graph or _Graph(self._what, self._rate, self._device_id)
+        graph = graph or _Graph(self._settings, self._rate, self._device_id)
         rows = graph.run(channels)  # if it raises, the graph is not used again
         with self._lock:
             self._idle.append(graph)
@@ -117,10 +117,10 @@ class DaliMel:
 class _Graph:
     """A built DALI pipeline. Not safe to share between threads."""
 
-    def __init__(self, what: LogMel, sample_rate: int, device_id: int | None) -> None:
+    def __init__(self, settings: LogMel, sample_rate: int, device_id: int | None) -> None:
         dali, fn, types = (importlib.import_module(f"nvidia.dali{name}") for name in ("", ".fn", ".types"))
-        high = sample_rate / 2 if what.f_max is None else what.f_max
-        unit = math.log(10) if what.log == "natural" else 1.0  # the logarithm of a factor of ten in power
+        high = sample_rate / 2 if settings.f_max is None else settings.f_max
+        unit = math.log(10) if settings.log == "natural" else 1.0  # the logarithm of a factor of ten in power
 
         @dali.pipeline_def(  # type: ignore[untyped-decorator]
             batch_size=MAX_CHANNELS, num_threads=1, device_id=device_id, exec_dynamic=True, prefetch_queue_depth=1
@@ -130,24 +130,26 @@ class _Graph:
             number = fn.external_source(name="number", dtype=types.INT64, ndim=1)
             power = fn.spectrogram(
                 sound if device_id is None else sound.gpu(),
-                nfft=what.n_fft,
-                window_length=what.n_fft,
-                window_step=what.hop_length,
-                window_fn=torch.hann_window(what.n_fft).tolist(),  # DALI's default window is shifted by half a sample
+                nfft=settings.n_fft,
+                window_length=settings.n_fft,
+                window_step=settings.hop_length,
+                window_fn=torch.hann_window(
+                    settings.n_fft
+                ).tolist(),  # DALI's default window is shifted by half a sample
                 center_windows=True,
                 reflect_padding=True,
                 power=2,
             )
             bands = fn.mel_filter_bank(
                 power,
-                nfilter=what.n_mels,
+                nfilter=settings.n_mels,
                 sample_rate=float(sample_rate),
-                freq_low=what.f_min,
+                freq_low=settings.f_min,
                 freq_high=high,
-                mel_formula=what.scale,
-                normalize=what.scale == "slaney",
+                mel_formula=settings.scale,
+                normalize=settings.scale == "slaney",
             )
-            logs = fn.to_decibels(bands, multiplier=unit, reference=1.0, cutoff_db=unit * math.log10(what.floor))
+            logs = fn.to_decibels(bands, multiplier=unit, reference=1.0, cutoff_db=unit * math.log10(settings.floor))
             return logs, number
 
         self._pipe = mels()

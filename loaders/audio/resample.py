@@ -46,18 +46,18 @@ class _Kind(msgspec.Struct, frozen=True):
     format: str
     layout: str
     rate: int
-    wanted_layout: str
-    wanted_rate: int
+    target_layout: str
+    target_rate: int
 
     @property
     def period(self) -> int:
         """The number of source samples after which the filter's phase repeats."""
-        return self.rate // math.gcd(self.rate, self.wanted_rate)
+        return self.rate // math.gcd(self.rate, self.target_rate)
 
     @property
     def reach(self) -> int:
         """Samples of silence that prevent two consecutive spans from affecting each other's output."""
-        return self._periods(-(-_TAPS * max(self.rate, self.wanted_rate) // self.wanted_rate))
+        return self._periods(-(-_TAPS * max(self.rate, self.target_rate) // self.target_rate))
 
     @property
     def piece(self) -> int:
@@ -66,8 +66,8 @@ class _Kind(msgspec.Struct, frozen=True):
     def _periods(self, samples: int) -> int:
         return -(-samples // self.period) * self.period
 
-    def made(self, samples: int) -> int:
-        return round(Fraction(samples * self.wanted_rate, self.rate))
+    def output_samples(self, samples: int) -> int:
+        return round(Fraction(samples * self.target_rate, self.rate))
 
 
 class _Resampler:
@@ -79,13 +79,13 @@ class _Resampler:
 
     def __init__(self, kind: _Kind, pieces: int) -> None:
         self._kind, self._length, self._at = kind, pieces * kind.piece, 0
-        self._lead = kind.made(kind.reach)
-        wanted = f"sample_fmts=fltp:sample_rates={kind.wanted_rate}:channel_layouts={kind.wanted_layout}"
+        self._lead = kind.output_samples(kind.reach)
+        target_format = f"sample_fmts=fltp:sample_rates={kind.target_rate}:channel_layouts={kind.target_layout}"
         filters = [
             ("asetnsamples", f"nb_out_samples={kind.piece}:pad=0"),
-            ("aformat", wanted),
-            ("atrim", f"start_sample={kind.made(kind.piece) - self._lead}"),
-            ("asetnsamples", f"nb_out_samples={kind.made(self._length)}:pad=0"),
+            ("aformat", target_format),
+            ("atrim", f"start_sample={kind.output_samples(kind.piece) - self._lead}"),
+            ("asetnsamples", f"nb_out_samples={kind.output_samples(self._length)}:pad=0"),
             ("abuffersink", ""),
         ]
         self._graph = Graph()
@@ -105,7 +105,7 @@ class _Resampler:
         samples = self._at - begin
         self._push(_silence(self._kind, self._length - samples))
         planes = [np.frombuffer(plane, np.float32) for plane in self._end.pull().planes]
-        part = slice(self._lead, self._lead + self._kind.made(samples))
+        part = slice(self._lead, self._lead + self._kind.output_samples(samples))
         return planes[0][None, part] if len(planes) == 1 else np.stack([plane[part] for plane in planes])
 
     def _push(self, frame: AudioFrame) -> None:
@@ -123,11 +123,11 @@ class _ThreadCache(threading.local):
     def resampled(self, kind: _Kind, samples: int, frames: Iterable[AudioFrame]) -> F32:
         pieces = -(-(samples + kind.reach) // kind.piece)
         resampler = self._resamplers.pop((kind, pieces), None) or _Resampler(kind, pieces)
-        made = resampler(frames)
+        output = resampler(frames)
         self._resamplers[kind, pieces] = resampler
         if len(self._resamplers) > MAX_KEPT:
             self._resamplers.popitem(last=False)
-        return made
+        return output
 
 
 _CACHE = _ThreadCache()
@@ -135,16 +135,16 @@ _CACHE = _ThreadCache()
 
 def resampled(source: F32, rate: int, layout: str, spec: AudioSpec) -> F32:
     """Resample samples to (channels, source length times the ratio of rates, rounded)."""
-    wanted = LAYOUTS[spec.channels]
+    target_layout = LAYOUTS[spec.channels]
     if spec.downmix == "first":
-        source, layout = _first(source, spec.channels), wanted
-    if (layout, rate) == (wanted, spec.sample_rate):
+        source, layout = _first_channels(source, spec.channels), target_layout
+    if (layout, rate) == (target_layout, spec.sample_rate):
         return source
     samples = source.shape[1]
     if not samples:
         return np.zeros((spec.channels, 0), np.float32)
     frames = (_frame(source[:, at : at + _LONGEST], layout) for at in range(0, samples, _LONGEST))
-    return _CACHE.resampled(_Kind("fltp", layout, rate, wanted, spec.sample_rate), samples, frames)
+    return _CACHE.resampled(_Kind("fltp", layout, rate, target_layout, spec.sample_rate), samples, frames)
 
 
 def resampled_frame(frame: AudioFrame, spec: AudioSpec) -> F32:
@@ -164,6 +164,6 @@ def _silence(kind: _Kind, samples: int) -> AudioFrame:
     return frame
 
 
-def _first(source: F32, channels: int) -> Any:
+def _first_channels(source: F32, channels: int) -> Any:
     """The first channels. The last one is repeated if there are too few."""
     return np.ascontiguousarray(source[np.minimum(np.arange(channels), len(source) - 1)])

@@ -107,7 +107,7 @@ class Batch:
             if tensor.shape == target.shape and tensor.data_ptr() == target.data_ptr():
                 continue
             if target.shape != self._shape(name, tensor.shape):
-                raise _other_shape(sample, name, tensor, target)
+                raise _shape_error(sample, name, tensor, target)
             if name == "video" and tensor.ndim == 4:
                 write_pixels(target, tensor, self._output)
             else:
@@ -116,10 +116,10 @@ class Batch:
 
     def tensors(self) -> dict[str, Any]:
         """The batch as the trainer receives it, for the current CUDA stream if it is on a GPU."""
-        self._hold()
-        whole = [slot for slot, sample in enumerate(self.samples) if sample and sample.tensors]
+        self._record_stream()
+        slots = [slot for slot, sample in enumerate(self.samples) if sample and sample.tensors]
         samples = [sample for sample in self.samples if sample and sample.tensors]
-        batch: dict[str, Any] = {name: self._close_up(name, whole) for name in self._layout.tensors}
+        batch: dict[str, Any] = {name: self._compact(name, slots) for name in self._layout.tensors}
         batch["id"] = torch.from_numpy(np.array([one.sample.id for one in samples], np.int64))
         batch["key"] = [one.sample.key for one in samples]
         batch["text"] = [one.sample.text for one in samples]
@@ -128,7 +128,7 @@ class Batch:
             batch[name] = values if dtype is None else torch.from_numpy(np.array(values, _IN_NUMPY[dtype]))
         return batch
 
-    def _hold(self) -> None:
+    def _record_stream(self) -> None:
         """Prevent the reuse of device memory until the current stream has finished with it."""
         if self._output.device.type == "cuda":
             for tensor in self._written():
@@ -141,11 +141,11 @@ class Batch:
     def _target(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The tensor of this name. The first sample determines its shape and dtype."""
         with self._lock:
-            found = self._tensors.get(name)
-            if found is None:
+            tensor = self._tensors.get(name)
+            if tensor is None:
                 dtype = self._output.dtype_of(dtype) if name == "video" else dtype
-                found = self._tensors[name] = self._empty(name, shape, dtype)
-            return found
+                tensor = self._tensors[name] = self._empty(name, shape, dtype)
+            return tensor
 
     def _empty(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._buffers.empty((len(self.samples), *self._shape(name, shape)), dtype)
@@ -157,15 +157,17 @@ class Batch:
         first, second, third, fourth = self._axes
         return shape[first], shape[second], shape[third], shape[fourth]
 
-    def _close_up(self, name: str, whole: list[int]) -> torch.Tensor | None:
+    def _compact(self, name: str, slots: list[int]) -> torch.Tensor | None:
         """The tensor without the slots that were left out."""
         tensor = self._tensors.get(name)
-        if tensor is None or len(whole) == len(self.samples):
+        if tensor is None or len(slots) == len(self.samples):
             return tensor
-        if not whole:
+        if not slots:
             return None
-        closer = self._buffers.empty((len(whole), *tensor.shape[1:]), tensor.dtype)  # pinned if the other tensors are
-        return torch.index_select(tensor, 0, torch.tensor(whole, device=tensor.device), out=closer)
+        compacted = self._buffers.empty(
+            (len(slots), *tensor.shape[1:]), tensor.dtype
+        )  # pinned if the other tensors are
+        return torch.index_select(tensor, 0, torch.tensor(slots, device=tensor.device), out=compacted)
 
 
 def _released(sample: ProcessedSample) -> ProcessedSample:
@@ -175,7 +177,7 @@ def _released(sample: ProcessedSample) -> ProcessedSample:
     )
 
 
-def _other_shape(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
+def _shape_error(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
     return UsageError(
         f"sample {sample.sample.key!r} has {name} of {tuple(tensor.shape)}, others in its batch of {tuple(target.shape)}",
         hint="give the loader a size=(height, width); a transform has to return one shape, too",
@@ -222,7 +224,7 @@ class RowBatch(Batch):
         self.samples[slot] = _released(sample)
 
     def tensors(self) -> dict[str, Any]:
-        self._hold()
+        self._record_stream()
         rows: list[list[tuple[Any, ProcessedSample]]] = [[] for _ in range(self._rows)]
         for span, sample in zip(self._spans, self.samples, strict=True):
             if span and sample and sample.tensors:
@@ -291,10 +293,10 @@ class JoinedBatch(Batch):
                 self._tensors[self._name] = self._buffers.empty((self._ends[-1],), torch.uint8)
             return self._tensors[self._name]
 
-    def _close_up(self, name: str, whole: list[int]) -> torch.Tensor | None:
+    def _compact(self, name: str, slots: list[int]) -> torch.Tensor | None:
         joined = self._tensors.get(name)
-        if joined is None or (len(whole) == len(self.samples) and not self._separate):
+        if joined is None or (len(slots) == len(self.samples) and not self._separate):
             return joined
-        pieces = [self._separate.get(slot, joined[self._ends[slot] : self._ends[slot + 1]]) for slot in whole]
-        closer = self._buffers.empty((sum(map(len, pieces)),), torch.uint8)
-        return torch.cat(pieces, out=closer) if pieces else None
+        pieces = [self._separate.get(slot, joined[self._ends[slot] : self._ends[slot + 1]]) for slot in slots]
+        compacted = self._buffers.empty((sum(map(len, pieces)),), torch.uint8)
+        return torch.cat(pieces, out=compacted) if pieces else None

@@ -127,12 +127,12 @@ class BatchExecutor:
     def next(self) -> Batch:
         """Wait for the oldest started batch, and return it."""
         batch, futures = self._batches[0]
-        left = len(futures)
-        while left:  # waiting for each future in turn would take the GIL from the threads each time
+        pending = len(futures)
+        while pending:  # waiting for each future in turn would take the GIL from the threads each time
             _, unfinished = wait(futures, STALL_SECONDS)
-            if len(unfinished) == left:
+            if len(unfinished) == pending:
                 raise DeadlineError(f"no sample was finished for {STALL_SECONDS:.0f} s", hint="is the store reachable?")
-            left = len(unfinished)
+            pending = len(unfinished)
         if self._stopped.is_set():  # closed by another thread or a signal handler, so samples may be missing
             raise Closed
         for future in futures:
@@ -187,20 +187,20 @@ def batches_from(source: BatchSource, epoch: int, batch: int) -> Iterator[Sequen
     before the failing one can be delivered.
     """
     count = 1
-    for later in itertools.count(epoch):
-        end = source.batches_in(later)
+    for later_epoch in itertools.count(epoch):
+        end = source.batches_in(later_epoch)
         while batch < end:
-            some = range(batch, min(batch + count, end))
+            numbers = range(batch, min(batch + count, end))
             try:
-                found = source.refs(later, some)
+                batches = source.refs(later_epoch, numbers)
             except HeadraceError:
-                if len(some) == 1:
+                if len(numbers) == 1:
                     raise
                 count = 1
                 continue
-            yield from found
-            batch = some.stop
-            count = max(1, min(2 * count, PLANNED_AT_ONCE, REFS_AT_ONCE // max(1, len(found[-1]))))
+            yield from batches
+            batch = numbers.stop
+            count = max(1, min(2 * count, PLANNED_AT_ONCE, REFS_AT_ONCE // max(1, len(batches[-1]))))
         batch = 0
 
 
@@ -267,7 +267,7 @@ class Prefetcher:
             "samples_peak": memory.peak,
             "waits": memory.waits,
             "batches": self._executor.nbytes,
-            "heads": self._builder.held,
+            "heads": self._builder.head_bytes,
         }
 
     def plan(self) -> None:
@@ -344,6 +344,6 @@ class Prefetcher:
     def _announce(self, batches: Sequence[PlannedBatch]) -> None:
         ranges = dict[int, list[Range]]()
         for batch in batches:
-            for source, some in batch.ranges.items():
-                ranges.setdefault(source, []).extend(some)
+            for source, source_ranges in batch.ranges.items():
+                ranges.setdefault(source, []).extend(source_ranges)
         self._builder.announce(ranges)

@@ -23,7 +23,7 @@ from headrace.dataio.core.tracing import span
 from headrace.dataio.shards.sample import Files
 from headrace.loaders.batch.memory import MemoryBudget
 from headrace.loaders.cancellation import check_cancelled
-from headrace.loaders.fetch.byte_ranges import together
+from headrace.loaders.fetch.byte_ranges import union
 from headrace.loaders.fetch.sample_reader import Range, SampleReader, spans
 from headrace.loaders.interfaces import (
     DAMAGE,
@@ -124,9 +124,9 @@ class SampleBuilder:
             reader.announce(ranges.get(number, ()))
 
     @property
-    def held(self) -> int:
+    def head_bytes(self) -> int:
         """Bytes in memory for the heads of long files."""
-        return sum(reader.held for reader in self._readers)
+        return sum(reader.head_bytes for reader in self._readers)
 
     def close(self) -> None:
         """Close the processor and the readers."""
@@ -142,12 +142,12 @@ class SampleBuilder:
             fetch = self._fetch_all if self._files_of is None else self._fetch_files
             fetched = fetch(refs, targets, reads)
             with span("decode", clips=len(refs)):
-                whole = [one for one in fetched if isinstance(one, FetchedSample)]
-                processed = self._processor.process(whole)
-            if len(whole) == len(refs):
+                readable = [one for one in fetched if isinstance(one, FetchedSample)]
+                processed = self._processor.process(readable)
+            if len(readable) == len(refs):
                 return processed
-            done = iter(processed)
-            return [next(done) if isinstance(one, FetchedSample) else one for one in fetched]
+            results = iter(processed)
+            return [next(results) if isinstance(one, FetchedSample) else one for one in fetched]
 
     def _cost(self, ref: SampleRef, target: Target, read: PlannedRead) -> int:
         if isinstance(target, FileTarget):
@@ -161,15 +161,17 @@ class SampleBuilder:
         slots_of = dict[tuple[int, int], list[int]]()
         for slot, ref in enumerate(refs):
             slots_of.setdefault((ref.source, ref.sample.id), []).append(slot)
-        found = dict[int, FetchedSample | HeadraceError]()
-        for first, *others in slots_of.values():
+        fetched = dict[int, FetchedSample | HeadraceError]()
+        for first, *other_slots in slots_of.values():
             needs = reads[first].needs
-            if others:
-                needs = _union([needs, *(reads[slot].needs for slot in others)])
-            one = found[first] = self._fetch(refs[first], targets[first], needs)
-            for slot in others:
-                found[slot] = one if isinstance(one, HeadraceError) else _for_part(one, refs[slot], targets[slot])
-        return [found[slot] for slot in range(len(refs))]
+            if other_slots:
+                needs = _union([needs, *(reads[slot].needs for slot in other_slots)])
+            sample = fetched[first] = self._fetch(refs[first], targets[first], needs)
+            for slot in other_slots:
+                fetched[slot] = (
+                    sample if isinstance(sample, HeadraceError) else _for_part(sample, refs[slot], targets[slot])
+                )
+        return [fetched[slot] for slot in range(len(refs))]
 
     def _fetch_files(
         self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
@@ -178,22 +180,22 @@ class SampleBuilder:
 
         All are read together up to the first damaged one, and one by one from there on.
         """
-        wanted = dict[int, list[tuple[int, FileTarget]]]()
+        by_source = dict[int, list[tuple[int, FileTarget]]]()
         for slot, (ref, target) in enumerate(zip(refs, targets, strict=True)):
             if isinstance(target, FileTarget) and not self._quarantine.known_bad(ref):
-                wanted.setdefault(ref.source, []).append((slot, target))
-        found: list[FetchedSample | HeadraceError | None] = [None] * len(refs)
-        for source, some in wanted.items():
-            whole = self._readers[source].fetch_first([target for _, target in some])
-            for slot, target in some[:whole]:
-                found[slot] = FetchedSample(refs[slot], {}, files=target.files)
-        return [one or self._fetch(refs[slot], None, reads[slot].needs) for slot, one in enumerate(found)]
+                by_source.setdefault(ref.source, []).append((slot, target))
+        fetched: list[FetchedSample | HeadraceError | None] = [None] * len(refs)
+        for source, group in by_source.items():
+            count = self._readers[source].fetch_first([target for _, target in group])
+            for slot, target in group[:count]:
+                fetched[slot] = FetchedSample(refs[slot], {}, files=target.files)
+        return [one or self._fetch(refs[slot], None, reads[slot].needs) for slot, one in enumerate(fetched)]
 
     def _fetch(self, ref: SampleRef, target: Target, needs: Needs) -> FetchedSample | HeadraceError:
         """Read and verify the bytes. Pieces of files that are read in part are verified when a decoder reads them."""
         check_cancelled()  # a read may take seconds
-        if known := self._quarantine.known_bad(ref):
-            return known
+        if known_error := self._quarantine.known_bad(ref):
+            return known_error
         try:
             return FetchedSample(ref, self._readers[ref.source].fetch(ref.sample, needs), _pixels(target))
         except CorruptionError as error:
@@ -208,23 +210,23 @@ class SampleBuilder:
     def _substitute(self, ref: SampleRef, target: Target, error: HeadraceError) -> ProcessedSample:
         """The first substitute that is not damaged."""
         skipped: list[SkippedSample] = []
-        damaged, first = ref, error
+        damaged, first_error = ref, error
         for attempt in range(MAX_SUBSTITUTES):
             if not isinstance(error, DAMAGE):
                 raise error
             skipped.append(self._skipped(damaged, error))
-            other = self._plan.substitute(ref, attempt)
-            if other is None:
+            substitute = self._plan.substitute(ref, attempt)
+            if substitute is None:
                 break
-            damaged = other
-            outcome = self._try([other], [self._target_for(other, target)], self.plan([other]).reads)[0]
+            damaged = substitute
+            outcome = self._try([substitute], [self._target_for(substitute, target)], self.plan([substitute]).reads)[0]
             if not isinstance(outcome, HeadraceError):
                 return replace(outcome, skipped=tuple(skipped))
             error = outcome
         raise CorruptionError(
-            f"sample {ref.sample.key!r} is damaged ({first.message}), and so are all samples that could replace it",
+            f"sample {ref.sample.key!r} is damaged ({first_error.message}), and so are all samples that could replace it",
             hint="check the dataset with `headrace verify`",
-        ) from first
+        ) from first_error
 
     def _target_for(self, ref: SampleRef, target: Target) -> Target:
         """The target of one sample, used for another sample. None if the other's files have a different length."""
@@ -254,11 +256,11 @@ def _union(needs: Sequence[Needs]) -> Needs:
 
     Whether a file is read in part is the same for all of them.
     """
-    found = dict(needs[0])
-    for ext, runs in found.items():
+    combined = dict(needs[0])
+    for ext, runs in combined.items():
         if runs is not None:
-            found[ext] = together([more for one in needs if (more := one.get(ext)) is not None])
-    return found
+            combined[ext] = union([pieces for one in needs if (pieces := one.get(ext)) is not None])
+    return combined
 
 
 def _for_part(fetched: FetchedSample, ref: SampleRef, target: Target) -> FetchedSample:

@@ -126,24 +126,24 @@ class Converter:
 def _graph(frame: VideoFrame, chain: Chain) -> Graph:
     graph = Graph()
     graph.threads = 1  # clips run in parallel instead
-    last: FilterContext = graph.add(
+    previous: FilterContext = graph.add(
         "buffer",
         f"video_size={frame.width}x{frame.height}:pix_fmt={frame.format.name}:time_base=1/1"
         f":colorspace={int(frame.colorspace)}:range={int(frame.color_range)}",
     )
     for name, arguments in (*chain, ("buffersink", "")):
         following = graph.add(name, arguments) if arguments else graph.add(name)
-        last.link_to(following)
-        last = following
+        previous.link_to(following)
+        previous = following
     graph.configure()
     return graph
 
 
 def planes(frame: VideoFrame, samples: int = 1) -> list[U8]:
     """The memory of the planes as (height, width × samples), without a copy."""
-    every: Any = frame.planes
+    frame_planes: Any = frame.planes
     height, width = frame.height, frame.width * samples
-    return [np.frombuffer(one, np.uint8).reshape(-1, one.line_size)[:height, :width] for one in every]
+    return [np.frombuffer(one, np.uint8).reshape(-1, one.line_size)[:height, :width] for one in frame_planes]
 
 
 class Canvas(Protocol):
@@ -200,8 +200,8 @@ class OnePassCanvas:
         chain, y, x = self._chains[frame.format.name]
         green, blue, red = planes(self._convert(frame, chain))
         for channel, plane in enumerate((red, green, blue)):
-            kept = plane[y : y + self._down.kept, x : x + self._across.kept]
-            self.clip[number, channel] = kept[:, ::-1] if self._fit.mirror else kept
+            crop = plane[y : y + self._down.kept, x : x + self._across.kept]
+            self.clip[number, channel] = crop[:, ::-1] if self._fit.mirror else crop
 
     def _chain(self, frame: VideoFrame) -> tuple[Chain, int, int]:
         """The filter chain for frames like this one, and the row and column of its output at which the clip begins."""
@@ -252,8 +252,8 @@ class Axis(msgspec.Struct, frozen=True):
         """
         guess = self.scaled / self.source
         for factor in (guess, math.nextafter(guess, 0), math.nextafter(guess, 2 * guess)):
-            made = math.floor(end * factor)
-            if 1 / factor == self.step and made >= self.first + self.kept and (made != end or factor == 1):
+            scaled_end = math.floor(end * factor)
+            if 1 / factor == self.step and scaled_end >= self.first + self.kept and (scaled_end != end or factor == 1):
                 return factor
         return None
 

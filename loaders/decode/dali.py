@@ -50,7 +50,7 @@ GPU_THREADS = 4
 """Number of clips of a run that are decoded in parallel. Each DALI thread keeps one of the GPU's decoders (up to seven)
 busy, and waits for it."""
 _Feed = tuple[bytes, tuple[int, ...]]
-_Wanted = tuple[tuple[int, ...], tuple[int, ...]]
+_PickedFrames = tuple[tuple[int, ...], tuple[int, ...]]
 """The indices of a clip's frames in its window, and their time stamps."""
 
 _log = get_logger(__name__)
@@ -120,14 +120,14 @@ class DaliDecoder:
             decoded = self._run_safely([feed for _, feed in good])
             frames = dict(zip((number for number, _ in good), decoded, strict=True))
         results = []
-        for number, (feed, wanted) in enumerate(prepared):
+        for number, (feed, picked) in enumerate(prepared):
             outcome = feed if isinstance(feed, HeadraceError) else frames[number]
             results.append(
-                outcome if isinstance(outcome, HeadraceError) else _checked(outcome, wanted, requests[number])
+                outcome if isinstance(outcome, HeadraceError) else _checked(outcome, picked, requests[number])
             )
         return results
 
-    def _prepare(self, request: Request) -> tuple[_Feed | HeadraceError, _Wanted]:
+    def _prepare(self, request: Request) -> tuple[_Feed | HeadraceError, _PickedFrames]:
         try:
             with open_window(request) as window:
                 if not window.stamped or len(window.packets) != len(window.times):
@@ -197,14 +197,14 @@ def copied(outputs: Any) -> list[torch.Tensor]:
     DALI does not synchronise with torch's streams. So the next run may overwrite its output buffers as soon as they are
     released.
     """
-    found = [torch.from_dlpack(outputs[i]).clone() for i in range(len(outputs))]
-    if found and found[0].is_cuda:
-        torch.cuda.current_stream(found[0].device).synchronize()
-    return found
+    tensors = [torch.from_dlpack(outputs[i]).clone() for i in range(len(outputs))]
+    if tensors and tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return tensors
 
 
-def _checked(frames: torch.Tensor, wanted: _Wanted, request: Request) -> Decoded | HeadraceError:
-    picks, pts = wanted
+def _checked(frames: torch.Tensor, picked: _PickedFrames, request: Request) -> Decoded | HeadraceError:
+    picks, pts = picked
     places = {pick: place for place, pick in enumerate(dict.fromkeys(picks))}
     expected = (len(places), request.info.height, request.info.width, 3)
     if tuple(frames.shape) != expected:

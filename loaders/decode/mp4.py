@@ -93,10 +93,10 @@ def inside(view: memoryview) -> Iterator[tuple[bytes, memoryview]]:
 
 def once(view: memoryview) -> Boxes:
     """The boxes by kind. Raises `ValueError` if a kind appears twice."""
-    found = list(inside(view))
-    if len(found) != len(dict(found)):
+    boxes = list(inside(view))
+    if len(boxes) != len(dict(boxes)):
         raise ValueError("a box that comes twice")
-    return dict(found)
+    return dict(boxes)
 
 
 def tracks(movie: Iterable[tuple[bytes, memoryview]]) -> list[memoryview]:
@@ -105,16 +105,16 @@ def tracks(movie: Iterable[tuple[bytes, memoryview]]) -> list[memoryview]:
     libav makes a stream of each cover picture (`covr`), and several streams of one IAMF track. Later tracks then have
     other numbers, so they are left out, and libav reads such a file itself.
     """
-    found = list[memoryview]()
+    views = list[memoryview]()
     for kind, view in movie:
         if kind == b"trak":
             parts = list(inside(view))
-            found.append(view)
+            views.append(view)
             if any(_more_streams(name, part) for name, part in parts):
                 break
         elif kind in _DESCRIBING and b"covr" in bytes(view):
             break
-    return found
+    return views
 
 
 def _more_streams(kind: bytes, view: memoryview) -> bool:
@@ -178,9 +178,9 @@ def first_of_chunk(tables: Boxes, count: int) -> Ints:
     lasting = np.diff(np.append(runs[:, 0].astype(np.int64), count + 1))
     if len(runs) == 0 or runs[0, 0] != 1 or (runs[:, 2] != 1).any() or (lasting <= 0).any():
         raise ValueError("chunks that are out of order, or described otherwise")
-    found = np.zeros(count + 1, np.int64)
-    np.cumsum(np.repeat(runs[:, 1], lasting), out=found[1:])
-    return found
+    firsts = np.zeros(count + 1, np.int64)
+    np.cumsum(np.repeat(runs[:, 1], lasting), out=firsts[1:])
+    return firsts
 
 
 def box(kind: bytes, *payload: bytes | memoryview) -> bytes:
@@ -188,9 +188,9 @@ def box(kind: bytes, *payload: bytes | memoryview) -> bytes:
     return struct.pack(">I4s", 8 + sum(map(len, payload)), kind) + b"".join(payload)
 
 
-def table(kind: bytes, first: int, entries: Any, stored: str = ">u4", version: int = 0) -> bytes:
+def table(kind: bytes, number: int, entries: Any, stored: str = ">u4", version: int = 0) -> bytes:
     """A table box: its version, no flags, one number, and the entries."""
-    return box(kind, struct.pack(">B3xI", version, first), np.asarray(entries, stored).tobytes())
+    return box(kind, struct.pack(">B3xI", version, number), np.asarray(entries, stored).tobytes())
 
 
 FEW = 2_000
@@ -216,15 +216,15 @@ class Excerpt:
     def __len__(self) -> int:
         return len(self._head) + len(self._data) + len(self._tail)
 
-    def __getitem__(self, where: slice) -> memoryview:
-        start, end, _ = where.indices(len(self))
-        found, at = list[memoryview](), 0
+    def __getitem__(self, key: slice) -> memoryview:
+        start, end, _ = key.indices(len(self))
+        parts, at = list[memoryview](), 0
         for part in (self._head, self._data, self._tail):
             low, high = max(0, start - at), min(len(part), end - at)
             if low < high:
-                found.append(part[low:high])
+                parts.append(part[low:high])
             at += len(part)
-        return found[0] if len(found) == 1 else memoryview(b"".join(found))
+        return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
 
 
 class _Track(msgspec.Struct, frozen=True):
@@ -280,7 +280,7 @@ def excerpt(data: Media, info: VideoInfo, wanted: Wanted) -> Excerpt | None:
         return None
     if track is None or packets is None or not _fits(track, packets, ends, len(data)):
         return None
-    return _written(data, track, packets)
+    return _write_excerpt(data, track, packets)
 
 
 def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
@@ -290,10 +290,15 @@ def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
     rules.
     """
     keys, key = info.key_frames, wanted.key
-    after = bisect_right(keys, wanted.values[-1], key=_index if wanted.by == "index" else _pts)
-    if after == len(keys) or keys[after].at < 0 or key.at < 0 or not keys[0].pts < key.pts < keys[after].pts:
+    following = bisect_right(keys, wanted.values[-1], key=_index if wanted.by == "index" else _pts)
+    if (
+        following == len(keys)
+        or keys[following].at < 0
+        or key.at < 0
+        or not keys[0].pts < key.pts < keys[following].pts
+    ):
         return None
-    return key, keys[after]
+    return key, keys[following]
 
 
 # --- read the file's tables
@@ -301,40 +306,44 @@ def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
 
 def _track(moov: memoryview, info: VideoInfo) -> _Track | None:
     """The track of this video. None if it is not simple."""
-    found = list(inside(moov))
-    movie = dict(found)
+    boxes = list(inside(moov))
+    movie = dict(boxes)
     if b"mvex" in movie:
         return None
-    track = once(tracks(found)[info.stream])
+    track = once(tracks(boxes)[info.stream])
     media = once(track[b"mdia"])
     middle = once(media[b"minf"])
     tables = once(middle[b"stbl"])
     scale, edit = ticks_per_second(media[b"mdhd"]), edited(track, ticks_per_second(movie[b"mvhd"]))
     count, _, kind = struct.unpack_from(">II4s", tables[b"stsd"], 4)
-    plain = bytes(media[b"hdlr"][8:12]) == b"vide" and count == 1 and kind not in _ENCRYPTED
-    known = tables.keys() <= _KNOWN and not {b"stco", b"co64"} <= tables.keys()
-    if not plain or not known or edit is None or Fraction(1, scale) != info.time_base:
+    is_plain = bytes(media[b"hdlr"][8:12]) == b"vide" and count == 1 and kind not in _ENCRYPTED
+    is_known = tables.keys() <= _KNOWN and not {b"stco", b"co64"} <= tables.keys()
+    if not is_plain or not is_known or edit is None or Fraction(1, scale) != info.time_base:
         return None
     return _Track(movie, track=track, media=media, middle=middle, tables=tables, edit=edit, scale=scale)
 
 
-def _packets(tables: Boxes, key: KeyFrame, after: KeyFrame) -> _Packets | None:
-    """The packets from key frame `key` to a few after key frame `after`."""
+def _packets(tables: Boxes, key: KeyFrame, following: KeyFrame) -> _Packets | None:
+    """The packets from key frame `key` to a few after key frame `following`."""
     sizes, chunks = packet_sizes(tables[b"stsz"]), chunk_offsets(tables)
     if sizes is None:
         return None
     count = len(sizes)
     starts, times = first_of_chunk(tables, len(chunks)), numbers(tables[b"stts"], 2)
     delays = numbers(tables[b"ctts"], 2, ">i4") if b"ctts" in tables else np.array([[count, 0]])
-    until, later = (np.cumsum(runs[:, 0], dtype=np.int64) for runs in (times, delays))
-    if not starts[-1] == until[-1] == later[-1] == count or not _likely(times, 1) or not _likely(delays, -_UNLIKELY):
+    time_ends, delay_ends = (np.cumsum(runs[:, 0], dtype=np.int64) for runs in (times, delays))
+    if (
+        not starts[-1] == time_ends[-1] == delay_ends[-1] == count
+        or not _is_plausible(times, 1)
+        or not _is_plausible(delays, -_UNLIKELY)
+    ):
         return None
-    first, next_key = (_at(place, sizes, chunks, starts) for place in (key.at, after.at))
+    first, next_key = (_packet_at(place, sizes, chunks, starts) for place in (key.at, following.at))
     if first is None or next_key is None:
         return None
     end = min(count, next_key + _MORE)
-    lasting, delayed = _each(times, until, first, end), _each(delays, later, first, end)
-    decoded = _ticks_before(times, until, first) + np.append(0, np.cumsum(lasting[:-1]))
+    lasting, delayed = _expand_runs(times, time_ends, first, end), _expand_runs(delays, delay_ends, first, end)
+    decoded = _ticks_before(times, time_ends, first) + np.append(0, np.cumsum(lasting[:-1]))
     return _Packets(
         next_key=next_key - first,
         places=_places(sizes, chunks, starts, first, end),
@@ -351,9 +360,9 @@ def _places(sizes: Stored, chunks: Stored, starts: Ints, first: int, end: int) -
     """The byte at which each packet begins. Packets of a chunk follow each other."""
     chunk = np.searchsorted(starts, np.arange(first, end), side="right") - 1
     begin = int(starts[chunk[0]])
-    before = np.append(0, np.cumsum(sizes[begin:end], dtype=np.int64))
-    found: Ints = chunks[chunk] + before[first - begin : -1] - before[starts[chunk] - begin]
-    return found
+    cumulative = np.append(0, np.cumsum(sizes[begin:end], dtype=np.int64))
+    places: Ints = chunks[chunk] + cumulative[first - begin : -1] - cumulative[starts[chunk] - begin]
+    return places
 
 
 def _keys(tables: Boxes, first: int, end: int) -> Ints | None:
@@ -373,49 +382,49 @@ def _flags(tables: Boxes, count: int, first: int, end: int) -> memoryview | None
     return tables[b"sdtp"][_FULL_BOX + first : _FULL_BOX + end]
 
 
-def _likely(runs: Stored, least: int) -> bool:
+def _is_plausible(runs: Stored, least: int) -> bool:
     """Whether libav uses a table of runs (count, value) unchanged."""
     return bool(runs[:, 0].min() > 0 and least <= runs[:, 1].min() and runs[:, 1].max() < _UNLIKELY)
 
 
-def _at(place: int, sizes: Stored, chunks: Stored, starts: Ints) -> int | None:
+def _packet_at(place: int, sizes: Stored, chunks: Stored, starts: Ints) -> int | None:
     """The number of the packet that begins at this byte. None if no packet does."""
     chunk = int(np.searchsorted(chunks, place, side="right")) - 1
     if chunk < 0:
         return None
     first, end = int(starts[chunk]), int(starts[chunk + 1])
     begins = chunks[chunk] + np.append(0, np.cumsum(sizes[first : end - 1], dtype=np.int64))
-    found = int(np.searchsorted(begins, place))
-    return first + found if found < end - first and begins[found] == place else None
+    position = int(np.searchsorted(begins, place))
+    return first + position if position < end - first and begins[position] == place else None
 
 
-def _each(runs: Stored, ends: Ints, first: int, end: int) -> Ints:
+def _expand_runs(runs: Stored, ends: Ints, first: int, end: int) -> Ints:
     """The value of each packet in a range, from a table of runs. `ends` are the packets at which the runs end."""
     low, high = (int(run) for run in np.searchsorted(ends, [first, end - 1], side="right"))
-    until = np.minimum(ends[low : high + 1], end)
-    values: Ints = np.repeat(runs[low : high + 1, 1].astype(np.int64), np.diff(until, prepend=first))
+    run_ends = np.minimum(ends[low : high + 1], end)
+    values: Ints = np.repeat(runs[low : high + 1, 1].astype(np.int64), np.diff(run_ends, prepend=first))
     return values
 
 
 def _ticks_before(runs: Stored, ends: Ints, packet: int) -> int:
     """The total duration, in ticks, of all packets before this one."""
     run = int(np.searchsorted(ends, packet, side="right"))
-    whole = int(np.dot(runs[:run, 0].astype(np.int64), runs[:run, 1].astype(np.int64)))
-    return whole + (packet - int(ends[run - 1] if run else 0)) * int(runs[run, 1])
+    full_runs = int(np.dot(runs[:run, 0].astype(np.int64), runs[:run, 1].astype(np.int64)))
+    return full_runs + (packet - int(ends[run - 1] if run else 0)) * int(runs[run, 1])
 
 
 def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], length: int) -> bool:
     """Whether the tables match the index, and the edit removes nothing from the excerpt."""
-    key, after = ends
+    key, following = ends
     begin, end = int(packets.shown[0]), int(packets.shown[packets.next_key])
     edit, keys = track.edit, packets.keys
     shown = np.count_nonzero((packets.shown >= begin) & (packets.shown < end))
-    until = edit.media + edit.seconds * track.scale
+    edit_end = edit.media + edit.seconds * track.scale
     return bool(
-        end - begin == after.pts - key.pts
-        and shown == after.index - key.index
+        end - begin == following.pts - key.pts
+        and shown == following.index - key.index
         and edit.media <= begin
-        and (not edit.seconds or end <= until)
+        and (not edit.seconds or end <= edit_end)
         and (keys is None or {0, packets.next_key} <= set(keys.tolist()))
         and packets.sizes.min() > 0
         and packets.places.min() >= 0
@@ -426,7 +435,7 @@ def _fits(track: _Track, packets: _Packets, ends: tuple[KeyFrame, KeyFrame], len
 # --- write the excerpt
 
 
-def _written(data: Media, track: _Track, packets: _Packets) -> Excerpt | None:
+def _write_excerpt(data: Media, track: _Track, packets: _Packets) -> Excerpt | None:
     """The excerpt. Its tables are at the end, so all byte positions are known before the tables are written."""
     head = brand(data)
     head += struct.pack(">I4sQ", 1, b"mdat", _LARGE_BOX + len(data))

@@ -41,7 +41,7 @@ from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Color, Decoded, Request, cropped_clip_bytes, whole_clip_bytes
 from headrace.loaders.decode.convert import U8, Canvas, Converter, FullSizeCanvas, OnePassCanvas, Paintable
 from headrace.loaders.decode.registry import register_decoder
-from headrace.loaders.decode.trim import NoStartError, Window, open_window, tells_all
+from headrace.loaders.decode.trim import NoStartError, Window, has_decode_order, open_window
 
 _WITH_MESSAGES = frozenset(["h264", "hevc"])
 _SKIPPING = frozenset(["h264", "hevc"])
@@ -62,44 +62,44 @@ class PyAVDecoder:
     name = "pyav"
 
     def __init__(self) -> None:
-        self._mine = threading.local()
+        self._thread_local = threading.local()
 
     def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
         """Decode requests that begin at the same key frame together. If that fails, decode each by itself."""
-        done = dict[int, Decoded | HeadraceError]()
+        results = dict[int, Decoded | HeadraceError]()
         for numbers in grouped(requests):
             if len(numbers) > 1:
                 with contextlib.suppress(HeadraceError):
                     several = [requests[number] for number in numbers]
-                    done.update(zip(numbers, list(_decoded_together(several, self._converter)), strict=True))
+                    results.update(zip(numbers, list(_decode_together(several, self._converter)), strict=True))
                     continue
             for number in numbers:
-                done[number] = self._decode(requests[number])
-        return [done[number] for number in range(len(requests))]
+                results[number] = self._decode(requests[number])
+        return [results[number] for number in range(len(requests))]
 
     def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
         return whole_clip_bytes(info, frames) if size is None else cropped_clip_bytes(info, frames, size)
 
     def close(self) -> None:
-        self._mine = threading.local()
+        self._thread_local = threading.local()
 
     def _decode(self, request: Request) -> Decoded | HeadraceError:
         try:
-            canvas, pts = _drawn(request, lambda: _canvas(request, self._converter))
+            canvas, pts = _draw_clip(request, lambda: _canvas(request, self._converter))
         except HeadraceError as error:
             return error
-        return _decoded(canvas, pts)
+        return _as_decoded(canvas, pts)
 
     @property
     def _converter(self) -> Converter:
         """The calling thread's converter."""
-        if not hasattr(self._mine, "converter"):
-            self._mine.converter = Converter()
-        converter: Converter = self._mine.converter
+        if not hasattr(self._thread_local, "converter"):
+            self._thread_local.converter = Converter()
+        converter: Converter = self._thread_local.converter
         return converter
 
 
-def _decoded_together(requests: Sequence[Request], converter: Converter) -> Iterator[Decoded]:
+def _decode_together(requests: Sequence[Request], converter: Converter) -> Iterator[Decoded]:
     union_request = union(requests)
     canvases = list[Any]()
 
@@ -107,8 +107,8 @@ def _decoded_together(requests: Sequence[Request], converter: Converter) -> Iter
         canvases[:] = [_canvas(request, converter) for request in requests]
         return UnionCanvas(union_request, requests, canvases)
 
-    several, stamps = _drawn(union_request, make_canvas)
-    return (_decoded(canvas, pts) for canvas, pts in zip(canvases, several.pts(stamps), strict=True))
+    several, stamps = _draw_clip(union_request, make_canvas)
+    return (_as_decoded(canvas, pts) for canvas, pts in zip(canvases, several.pts(stamps), strict=True))
 
 
 def _canvas(request: Request, converter: Converter) -> Any:
@@ -123,7 +123,7 @@ def _canvas(request: Request, converter: Converter) -> Any:
     return FittedCanvas(request, fit, converter)
 
 
-def _decoded(canvas: Any, pts: tuple[int, ...]) -> Decoded:
+def _as_decoded(canvas: Any, pts: tuple[int, ...]) -> Decoded:
     import torch
 
     return Decoded(torch.as_tensor(canvas.clip), pts)
@@ -143,26 +143,28 @@ def clip_of(request: Request, converter: Converter | None = None) -> ClipPixels:
     used = converter or Converter()
     fit = request.fit
     if fit is not None:
-        one_pass, pts = _drawn(request, lambda: OnePassCanvas(request, fit, used))
+        one_pass, pts = _draw_clip(request, lambda: OnePassCanvas(request, fit, used))
         return one_pass.clip, pts
-    canvas, pts = _drawn(request, lambda: FullSizeCanvas(request, used))
+    canvas, pts = _draw_clip(request, lambda: FullSizeCanvas(request, used))
     return canvas.clip, pts
 
 
-def _drawn(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
+def _draw_clip(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
     """A canvas on which the clip is drawn, and the clip's time stamps."""
     return (
-        _picture(request, make_canvas()) if request.info.ext in IMAGE_EXTENSIONS else _from_keys(request, make_canvas)
+        _draw_image(request, make_canvas())
+        if request.info.ext in IMAGE_EXTENSIONS
+        else _from_keys(request, make_canvas)
     )
 
 
-def _picture(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
+def _draw_image(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
     """Draw an image on every frame of the clip."""
     pixels = decode_jpeg(request) if is_jpeg(request.info) else None
     if pixels is None:
         frame = images.decode(request.data[:])
         if (frame.width, frame.height) != (request.info.width, request.info.height) or frame.is_corrupt:
-            raise _damage(frame, request)
+            raise _damage_error(frame, request)
         canvas.draw(0, frame)
     else:
         cast("Paintable", canvas).paint(0, pixels)  # canvases of JPEGs are paintable
@@ -177,32 +179,32 @@ def _from_keys(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Su
 
     At some key frames decoding can start, but the frames become correct only gradually.
     """
-    first: CorruptionError | None = None
-    for earlier, trusting, bare in _starts(request):
-        if isinstance(first, NoStartError) and earlier.wanted.key == request.wanted.key:
+    first_error: CorruptionError | None = None
+    for earlier, trusting, bare in _attempts(request):
+        if isinstance(first_error, NoStartError) and earlier.wanted.key == request.wanted.key:
             continue
         try:
             with open_window(earlier, trusting=trusting) as window:
                 pts = window.pts
-                return _clip(replace(window, bare=bare), earlier, make_canvas()), pts
+                return _draw_window(replace(window, bare=bare), earlier, make_canvas()), pts
         except CorruptionError as error:
-            first = first or error
+            first_error = first_error or error
         except HeadraceError as error:
-            raise first or error from error
-    assert first is not None
-    raise first
+            raise first_error or error from error
+    assert first_error is not None
+    raise first_error
 
 
-def _starts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
+def _attempts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
     """Yield the ways to decode a request, in order:
 
-    - as the container describes the streams, if `tells_all`;
+    - as the container describes the streams, if `has_decode_order`;
     - as libav probes the streams;
     - from the previous key frame;
     - from the first key frame;
     - without the stream's supplemental messages, since some encoders write messages that strict decoders reject.
     """
-    if tells_all(request):
+    if has_decode_order(request):
         yield request, True, False
     keys = request.info.key_frames
     at = keys.index(request.wanted.key) if request.wanted.key in keys else 0
@@ -212,15 +214,15 @@ def _starts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
         yield request, False, True
 
 
-def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
+def _draw_window(window: Window, request: Request, canvas: Surface) -> Surface:
     """Draw the requested frames on the canvas. A frame that the clip repeats is drawn once."""
     picks, filled = window.picks, 0
-    ranked = _ranked(window)
+    ranked = _ranked_frames(window)
     for rank, frame in ranked:
         if picks[filled] < rank:
             break
         if frame.is_corrupt or frame.width != request.info.width or frame.height != request.info.height:
-            raise _damage(frame, request)
+            raise _damage_error(frame, request)
         if picks[filled] > rank:
             continue
         canvas.draw(filled, frame)
@@ -229,28 +231,28 @@ def _clip(window: Window, request: Request, canvas: Surface) -> Surface:
             canvas.again(filled)
             filled += 1
         if filled == len(picks):
-            _check_others(window, request, ranked)
+            _check_later_frames(window, request, ranked)
             return canvas
     raise CorruptionError(f"only {filled} of the clip's {len(picks)} frames could be decoded")
 
 
-def _check_others(window: Window, request: Request, ranked: Iterator[tuple[int, VideoFrame]]) -> None:
+def _check_later_frames(window: Window, request: Request, ranked: Iterator[tuple[int, VideoFrame]]) -> None:
     """Check the decoded frames that are shown after the clip, since the clip's frames may refer to them."""
-    others: Iterable[VideoFrame] = (frame for _, frame in ranked)
+    later_frames: Iterable[VideoFrame] = (frame for _, frame in ranked)
     if not window.stamped:
         with contextlib.suppress(EOFError):  # the decoder has already been flushed
-            others = window.stream.codec_context.decode(None)
-    for frame in others:
+            later_frames = window.stream.codec_context.decode(None)
+    for frame in later_frames:
         if frame.is_corrupt:
-            raise _damage(frame, request)
+            raise _damage_error(frame, request)
 
 
-def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
+def _ranked_frames(window: Window) -> Iterator[tuple[int, VideoFrame]]:
     """Yield decoded frames with their index among the window's frames.
 
     Frames are matched by time stamp, or counted if time stamps are unusable.
     """
-    for count, frame in enumerate(_frames(window)):
+    for count, frame in enumerate(_decode_frames(window)):
         if not window.stamped:
             yield count, frame
             continue
@@ -260,7 +262,7 @@ def _ranked(window: Window) -> Iterator[tuple[int, VideoFrame]]:
         yield rank, frame
 
 
-def _frames(window: Window) -> Iterator[VideoFrame]:
+def _decode_frames(window: Window) -> Iterator[VideoFrame]:
     """Yield the decoder's frames.
 
     Frames that are neither requested nor referred to are not decoded. Decoding stops after the last packet with a
@@ -268,18 +270,20 @@ def _frames(window: Window) -> Iterator[VideoFrame]:
     """
     context = window.stream.codec_context
     context.thread_count = 1
-    codec, packets, needed = context.codec.canonical_name, window.packets, set[int]()
+    codec, packets, referenced = context.codec.canonical_name, window.packets, set[int]()
     skipping = window.stamped and codec in _SKIPPING
-    wanted = set(window.pts) if window.stamped else set[int]()
+    requested_pts = set(window.pts) if window.stamped else set[int]()
     if window.stamped:  # up to the last packet that contains a requested frame
-        last = max((number for number, packet in enumerate(packets) if packet.pts in wanted), default=len(packets) - 1)
+        last = max(
+            (number for number, packet in enumerate(packets) if packet.pts in requested_pts), default=len(packets) - 1
+        )
         packets = packets[: last + 1]
     if skipping:
-        needed = _in_lower_layers(window, packets)
+        referenced = _in_lower_layers(window, packets)
     for number, packet in enumerate(packets):
         check_cancelled()
         if skipping:
-            context.skip_frame = "DEFAULT" if packet.pts in wanted or number in needed else "NONREF"
+            context.skip_frame = "DEFAULT" if packet.pts in requested_pts or number in referenced else "NONREF"
         if window.bare:
             units = bitstream.length_size(codec, context.extradata)
             packet.update(bitstream.without_sei(codec, memoryview(packet), units))
@@ -303,7 +307,7 @@ def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> 
     return {number for number, (layer, referred) in enumerate(layers) if not referred and layer < highest}
 
 
-def _damage(frame: VideoFrame, request: Request) -> CorruptionError:
+def _damage_error(frame: VideoFrame, request: Request) -> CorruptionError:
     """The error for a frame that is damaged or differs in size from its video."""
     if frame.is_corrupt:
         return CorruptionError(f"the frame at time stamp {frame.pts} is damaged")
@@ -342,17 +346,17 @@ class _Drawing(msgspec.Struct):
     """The state of one clip: its canvas, its frames as indices into the union's frames, and how many are drawn."""
 
     canvas: Canvas
-    wants: list[int]
+    indices: list[int]
     filled: int = 0
-    seen: VideoFrame | None = None
+    last_frame: VideoFrame | None = None
 
     def draw(self, number: int, frame: VideoFrame) -> None:
-        while self.filled < len(self.wants) and self.wants[self.filled] == number:
-            if self.seen is frame:
+        while self.filled < len(self.indices) and self.indices[self.filled] == number:
+            if self.last_frame is frame:
                 self.canvas.again(self.filled)
             else:
                 self.canvas.draw(self.filled, frame)
-            self.filled, self.seen = self.filled + 1, frame
+            self.filled, self.last_frame = self.filled + 1, frame
 
 
 class UnionCanvas:
@@ -377,7 +381,7 @@ class UnionCanvas:
 
     def pts(self, stamps: Sequence[int]) -> list[tuple[int, ...]]:
         """The time stamps of each clip's frames, taken from those of the union."""
-        return [tuple(stamps[want] for want in drawing.wants) for drawing in self._drawings]
+        return [tuple(stamps[want] for want in drawing.indices) for drawing in self._drawings]
 
 
 _CHANNELS = frozenset(["YCbCr", "RGB", "Gray"])

@@ -136,11 +136,11 @@ def check_option(option: str) -> None:
 
 def candidates(option: str = "auto", device: str = "cpu") -> tuple[DecoderType, ...]:
     """The decoders that an option allows on a device, in order of preference. The fallback is last."""
-    known = all_decoders()
-    fallback = known.pop(FALLBACK)
+    decoders = all_decoders()
+    fallback = decoders.pop(FALLBACK)
     allowed = [
         one
-        for one in known.values()
+        for one in decoders.values()
         if one.device in ("cpu", device) and (one.automatic if option == "auto" else one.option == option)
     ]
     return *sorted(allowed, key=lambda one: -one.priority), fallback
@@ -190,10 +190,10 @@ class ChoosingDecoder:
         results = dict[int, Decoded | HeadraceError]()
         for decoder, numbers in groups.values():
             results.update(zip(numbers, decoder.decode([requests[n] for n in numbers]), strict=True))
-        _, own = groups.get(id(self._fallback), (None, []))
-        refused = {n: one for n, one in results.items() if isinstance(one, HeadraceError) and n not in own}
-        again = self._fallback.decode([requests[n] for n in refused]) if refused else []
-        for (number, error), result in zip(refused.items(), again, strict=True):
+        _, fallback_numbers = groups.get(id(self._fallback), (None, []))
+        refused = {n: one for n, one in results.items() if isinstance(one, HeadraceError) and n not in fallback_numbers}
+        retried = self._fallback.decode([requests[n] for n in refused]) if refused else []
+        for (number, error), result in zip(refused.items(), retried, strict=True):
             results[number] = result
             if isinstance(result, Decoded):
                 self._warn_once_a_codec(requests[number].info.codec, error)

@@ -54,9 +54,15 @@ def rotate(frames: torch.Tensor, degrees: int) -> torch.Tensor:
     return torch.rot90(frames, -degrees // 90 % 4, (1, 2))
 
 
-def apply(frames: torch.Tensor, how: Fit | None) -> torch.Tensor:
+def apply(frames: torch.Tensor, request_fit: Fit | None) -> torch.Tensor:
     """`fit` with the parameters of a request. Without parameters, the frames are returned unchanged."""
-    return frames if how is None else fit(frames, how.size, antialias=how.antialias, at=how.at, mirror=how.mirror)
+    return (
+        frames
+        if request_fit is None
+        else fit(
+            frames, request_fit.size, antialias=request_fit.antialias, at=request_fit.at, mirror=request_fit.mirror
+        )
+    )
 
 
 def scale(planes: torch.Tensor, height: int, width: int, antialias: bool) -> torch.Tensor:
@@ -94,15 +100,15 @@ class FittedCanvas:
         part, chain = self._chains[frame.format.name]
         picture = convert.planes(self._convert(frame, chain), samples=3)[0]
         bottom, right = min(part.bottom, len(page)), min(part.right, page.shape[1])
-        kept = picture[: bottom - part.top, : 3 * (right - part.left)]
-        page[part.top : bottom, part.left : right] = kept.reshape(bottom - part.top, right - part.left, 3)
+        pixels = picture[: bottom - part.top, : 3 * (right - part.left)]
+        page[part.top : bottom, part.left : right] = pixels.reshape(bottom - part.top, right - part.left, 3)
         self.paint(number, page)
 
     def paint(self, number: int, pixels: U8) -> None:
         down, across = self._down, self._across
         height, width = self._sides
-        seen = torch.from_numpy(pixels[:height, :width])[None].permute(0, 3, 1, 2)
-        scaled = self._scale(seen).numpy()
+        source = torch.from_numpy(pixels[:height, :width])[None].permute(0, 3, 1, 2)
+        scaled = self._scale(source).numpy()
         fitted = scaled[0, :, down.first : down.first + down.kept, across.first : across.first + across.kept]
         self.clip[number] = fitted[:, :, ::-1] if self._fit.mirror else fitted
 

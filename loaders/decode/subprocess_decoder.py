@@ -31,7 +31,7 @@ from headrace.loaders.fetch.partial_file import Media, PartialFile, SentPieces
 SECONDS = 60.0
 """Time limit of a process for one clip or window."""
 _HEADER = 1 << 20
-_ASKED = 8
+_MAX_PIECE_REQUESTS = 8
 """How often a process may request a missing piece of a file. After that it receives the whole file."""
 COMMAND = run_module("headrace.loaders.decode.subprocess_worker")
 
@@ -53,8 +53,8 @@ class SubprocessDecoder:
                 f"decode_in_subprocess={seconds!r} is not a time limit", hint="seconds, above 0 and up to 3600"
             )
         self._seconds = seconds
-        most = min(MAX_CLIP_BYTES + _HEADER, (1 << 32) - 1)
-        self._pool = WorkerPool(command, subprocess_worker.HELLO, workers, answer_bytes=most)
+        max_bytes = min(MAX_CLIP_BYTES + _HEADER, (1 << 32) - 1)
+        self._pool = WorkerPool(command, subprocess_worker.HELLO, workers, answer_bytes=max_bytes)
 
     def decode(self, requests: Sequence[Request]) -> list[Decoded | HeadraceError]:
         return [self._decode(request) for request in requests]
@@ -63,16 +63,16 @@ class SubprocessDecoder:
         self, data: Media, info: AudioInfo, start: Fraction, spec: AudioSpec, samples: int, from_first: bool
     ) -> tuple[F32, int]:
         """Like `decode_audio`, in a subprocess."""
-        done = self._ask(
+        result = self._ask(
             data,
             lambda sent: subprocess_worker.AudioTask(
                 sent, info=info, start=start, spec=spec, samples=samples, from_first=from_first
             ),
         )
-        audio = np.frombuffer(done.data, np.float32).reshape(done.shape).copy()
-        if audio.shape != (spec.channels, samples) or len(done.numbers) != 1:
+        audio = np.frombuffer(result.data, np.float32).reshape(result.shape).copy()
+        if audio.shape != (spec.channels, samples) or len(result.numbers) != 1:
             raise CorruptionError("reading it made the decoder answer nonsense")
-        return audio, done.numbers[0]
+        return audio, result.numbers[0]
 
     def clip_bytes(self, info: VideoInfo, frames: int, size: tuple[int, int] | None, color: Color) -> int:
         return whole_clip_bytes(info, frames)
@@ -83,7 +83,7 @@ class SubprocessDecoder:
     def _decode(self, request: Request) -> Decoded | HeadraceError:
         fit = request.fit if is_one_pass(request) else None
         try:
-            done = self._ask(
+            result = self._ask(
                 request.data,
                 lambda sent: subprocess_worker.ClipTask(
                     sent, info=request.info, wanted=request.wanted, color=request.color, fit=fit
@@ -93,10 +93,10 @@ class SubprocessDecoder:
             return error
         clip = len(request.wanted.values)
         expected = (clip, request.info.height, request.info.width, 3) if fit is None else (clip, 3, *fit.size)
-        if done.shape != expected or len(done.data) != np.prod(expected) or len(done.numbers) != expected[0]:
+        if result.shape != expected or len(result.data) != np.prod(expected) or len(result.numbers) != expected[0]:
             return CorruptionError("reading it made the decoder answer nonsense")
-        frames = torch.frombuffer(bytearray(done.data), dtype=torch.uint8).view(expected)
-        return Decoded(frames if fit else resize.apply(frames, request.fit), done.numbers)
+        frames = torch.frombuffer(bytearray(result.data), dtype=torch.uint8).view(expected)
+        return Decoded(frames if fit else resize.apply(frames, request.fit), result.numbers)
 
     def _ask(self, data: Media, task: Callable[[bytes | SentPieces], subprocess_worker.Task]) -> subprocess_worker.Done:
         """Send the task to a process, and return its result.
@@ -106,7 +106,7 @@ class SubprocessDecoder:
         """
         if not isinstance(data, PartialFile):
             return self._done(task(bytes(data[:])))
-        for _ in range(_ASKED):
+        for _ in range(_MAX_PIECE_REQUESTS):
             answer = self._answer(task(data.sent_pieces()))
             if isinstance(answer, subprocess_worker.Done):
                 return answer

@@ -93,10 +93,10 @@ class Window(msgspec.Struct, frozen=True):
 
     @property
     def pts(self) -> tuple[int, ...]:
-        found = tuple(self.times[min(pick, len(self.times) - 1)] for pick in self.picks)
-        if _NEVER in found:
+        stamps = tuple(self.times[min(pick, len(self.times) - 1)] for pick in self.picks)
+        if _NEVER in stamps:
             raise UnsupportedError("frames of the clip have no time stamps", hint="remux the file, such as by ffmpeg")
-        return found
+        return stamps
 
 
 class ViewFile(io.RawIOBase):
@@ -141,18 +141,18 @@ def open_media(
     trusting: bool = False,
     ext: str = "",
     info: VideoInfo | None = None,
-    more: Mapping[str, str] | None = None,
+    extra_options: Mapping[str, str] | None = None,
 ) -> Iterator[av.container.InputContainer]:
     """Open the container of `data`, which must be complete and of a kind that cannot name other files.
 
     libav's errors become Headrace errors. With `trusting`, the container's description of its streams is used
     unchanged, and `ext` selects the demuxer. Otherwise libav decodes the first frames to probe the streams, and tries
-    every demuxer. `info` is the video whose size limits the frames. `more` are further options for libav.
+    every demuxer. `info` is the video whose size limits the frames. `extra_options` are further options for libav.
     """
     file = ViewFile(data)
     check_complete(cast(BinaryIO, file), len(data))
-    decoding = _DECODING if info is None else _pixels(info)
-    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **decoding, **(more or {})}
+    decoding = _DECODING if info is None else _pixel_limit(info)
+    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **decoding, **(extra_options or {})}
     if trusting:
         options["codec_whitelist"] = "none"  # affects only the decoders that probe, not those that decode clips
     try:
@@ -176,22 +176,22 @@ def open_media(
 def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]:
     """The packets and frames of `request`. libav's errors inside the block also become Headrace errors.
 
-    `trusting` (see `open_media`) is only for requests that `tells_all` accepts.
+    `trusting` (see `open_media`) is only for requests that `has_decode_order` accepts.
     """
     if request.info.width * request.info.height * 3 * len(request.wanted.values) > MAX_CLIP_BYTES:
         raise CapacityError("the decoded clip would be too large", hint="ask for fewer frames a clip")
     cut = _excerpt(request) if trusting else None
-    data, read = (request.data, _read) if cut is None else (cut, _read_excerpt)
+    data, read_window = (request.data, _read_window) if cut is None else (cut, _read_excerpt)
     with ExitStack() as stack:
         window = None
         if request.info.codec in _ONE_PACKET_ONE_FRAME:
             container = stack.enter_context(
                 open_media(data, trusting=trusting, ext=request.info.ext, info=request.info)
             )
-            window = read(container, request)
+            window = read_window(container, request)
         if window is None:
             stack.close()
-            window = _whole(stack.enter_context(open_media(request.data, info=request.info)), request)
+            window = _whole_window(stack.enter_context(open_media(request.data, info=request.info)), request)
         yield window
 
 
@@ -211,31 +211,31 @@ def _read_excerpt(container: av.container.InputContainer, request: Request) -> W
     wanted = request.wanted
     stream = _video(container, request.info, 0)
     with demuxed(container, stream) as packets:
-        kept, times, ended = _collect(_bounded(_moved(packets, wanted.key.pts), request), wanted)
+        clip_packets, times, ended = _collect(_bounded(_shifted(packets, wanted.key.pts), request), wanted)
     if ended:
         raise CorruptionError(f"only {len(times)} frames follow the key frame at time stamp {wanted.key.pts}")
-    return Window(stream, kept, times, _picks(wanted, times), stamped=True)
+    return Window(stream, clip_packets, times, _picks(wanted, times), stamped=True)
 
 
-def _moved(packets: Packets, begin: int) -> Packets:
+def _shifted(packets: Packets, begin: int) -> Packets:
     """Shift all packets so that the first one is at `begin`."""
-    later: int | None = None
+    shift: int | None = None
     for packet in packets:
         if packet.size == 0:
             return  # the end
         if packet.pts is None or packet.dts is None:
             raise CorruptionError("a packet of MP4 has no time stamps")
-        later = begin - packet.pts if later is None else later
-        packet.pts, packet.dts = packet.pts + later, packet.dts + later
+        shift = begin - packet.pts if shift is None else shift
+        packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
         yield packet
 
 
-def tells_all(request: Request) -> bool:
+def has_decode_order(request: Request) -> bool:
     """Whether the container stores decode times, or the codec decodes frames in the order in which they are shown."""
     return request.info.ext in _WITH_DECODE_TIMES or request.info.codec in _IN_ORDER
 
 
-def _read(container: av.container.InputContainer, request: Request) -> Window | None:
+def _read_window(container: av.container.InputContainer, request: Request) -> Window | None:
     """The window. None if frames can only be counted from the file's first packet."""
     info, wanted = request.info, request.wanted
     stream = _video(container, info, info.stream)
@@ -268,17 +268,17 @@ def _video(container: av.container.InputContainer, info: VideoInfo, number: int)
     if not isinstance(stream, VideoStream) or stream.codec_context is None:
         raise CorruptionError(f"stream {number} is not the video stream that the index lists")
     strict = stream.codec_context.codec.canonical_name in _STRICT
-    stream.codec_context.options = _pixels(info) | (_EXPLODING if strict else {})
+    stream.codec_context.options = _pixel_limit(info) | (_EXPLODING if strict else {})
     return stream
 
 
-def _pixels(info: VideoInfo) -> dict[str, str]:
+def _pixel_limit(info: VideoInfo) -> dict[str, str]:
     """The limit on the pixels of a decoded frame.
 
     It is a little above the displayed size, since codecs decode whole blocks and crop margins.
     """
-    most = _CUT_OFF * (info.width + _BLOCK) * (info.height + _BLOCK)
-    return {"max_pixels": str(min(most, limits.FRAME_PIXELS))}
+    limit = _CUT_OFF * (info.width + _BLOCK) * (info.height + _BLOCK)
+    return {"max_pixels": str(min(limit, limits.FRAME_PIXELS))}
 
 
 def _is_counted(container: av.container.InputContainer, codec: str) -> bool:
@@ -286,7 +286,7 @@ def _is_counted(container: av.container.InputContainer, codec: str) -> bool:
     return codec not in _ONE_PACKET_ONE_FRAME or ("avi" in container.format.name and codec != "mjpeg")
 
 
-def _whole(container: av.container.InputContainer, request: Request) -> Window:
+def _whole_window(container: av.container.InputContainer, request: Request) -> Window:
     """A window with every packet.
 
     The index counted the frames by decoding from the start, so the clip must be decoded from there too.
@@ -309,11 +309,11 @@ def _whole(container: av.container.InputContainer, request: Request) -> Window:
 
 def _bounded(source: Packets, request: Request, *, decoding: bool = True) -> Packets:
     """The packets, with limits on their total bytes and, if `decoding`, on the pixels to decode."""
-    most, held = _EXPANDED * len(request.data), 0
+    max_bytes, total = _EXPANDED * len(request.data), 0
     most_frames = _most_frames(request.info) if decoding else sys.maxsize
     for number, packet in enumerate(source):
-        held += packet.size
-        if held > most:  # tables may list the same bytes repeatedly
+        total += packet.size
+        if total > max_bytes:  # tables may list the same bytes repeatedly
             raise CorruptionError(f"its packets hold more than {_EXPANDED} times the bytes of the file")
         if number > most_frames:
             _check_pixels(request.info, number)
@@ -360,14 +360,14 @@ def _from_key(container: av.container.InputContainer, stream: VideoStream, wante
     if wanted.key.index:
         _seek(container, wanted.key.pts, stream)
     packets = _skip_to(container, stream, wanted.key.pts)
-    first = next(packets, None)
-    if first is None:  # the seek missed the key frame: search from the beginning
+    first_packet = next(packets, None)
+    if first_packet is None:  # the seek missed the key frame: search from the beginning
         _seek(container, container.start_time or 0, None)
         packets = _skip_to(container, stream, wanted.key.pts)
-        first = next(packets, None)
-    if first is None:
+        first_packet = next(packets, None)
+    if first_packet is None:
         raise NoStartError(f"the key frame at time stamp {wanted.key.pts}, which the index lists, is not there")
-    return itertools.chain((first,), packets)
+    return itertools.chain((first_packet,), packets)
 
 
 def _seek(container: av.container.InputContainer, pts: int, stream: VideoStream | None) -> None:
@@ -379,17 +379,17 @@ def _seek(container: av.container.InputContainer, pts: int, stream: VideoStream 
 
 def _skip_to(container: av.container.InputContainer, stream: VideoStream, pts: int) -> Packets:
     """Packets from the key frame at `pts` on; none if a later key frame appears first."""
-    found = False
+    reached = False
     with demuxed(container, stream) as packets:
         for packet in packets:
             if packet.size == 0:
                 return  # the end: an empty packet only flushes the decoder
             stamp = packet.pts if packet.pts is not None else packet.dts
-            if packet.is_keyframe and not found and stamp is not None:
-                found = stamp == pts
+            if packet.is_keyframe and not reached and stamp is not None:
+                reached = stamp == pts
                 if stamp > pts:
                     return
-            if found:
+            if reached:
                 yield packet
 
 
@@ -446,8 +446,8 @@ def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:
     """
     if wanted.by == "pts":
         return dts > wanted.values[-1]
-    needed = max(0, wanted.values[-1] - wanted.key.index)
-    return len(times) > needed and times[needed] < dts
+    last_index = max(0, wanted.values[-1] - wanted.key.index)
+    return len(times) > last_index and times[last_index] < dts
 
 
 def _picks(wanted: Wanted, times: list[int]) -> tuple[int, ...]:

@@ -50,16 +50,18 @@ def runs(member: Member, spans: Iterable[Span]) -> Runs:
     """The pieces that hold these bytes, and the pieces that opening the file reads."""
     pieces = member.pieces
     assert pieces is not None
-    last = (member.length - 1) // pieces.size
-    wanted = [(first, first + count - 1) for first, count in pieces.head]
-    wanted += [(first // pieces.size, min(last, (end - 1) // pieces.size)) for first, end in spans if first < end]
-    return merged((first, end - first + 1) for first, end in wanted)
+    last_piece = (member.length - 1) // pieces.size
+    piece_ranges = [(first, first + count - 1) for first, count in pieces.head]
+    piece_ranges += [
+        (first // pieces.size, min(last_piece, (end - 1) // pieces.size)) for first, end in spans if first < end
+    ]
+    return merged((first, end - first + 1) for first, end in piece_ranges)
 
 
-def merged(some: Iterable[tuple[int, int]]) -> Runs:
+def merged(pieces: Iterable[tuple[int, int]]) -> Runs:
     """The same pieces in order, with adjacent and overlapping runs joined."""
     out = list[tuple[int, int]]()
-    for first, count in sorted(some):
+    for first, count in sorted(pieces):
         if out and first <= sum(out[-1]):
             out[-1] = (out[-1][0], max(sum(out[-1]), first + count) - out[-1][0])
         else:
@@ -67,19 +69,19 @@ def merged(some: Iterable[tuple[int, int]]) -> Runs:
     return tuple(out)
 
 
-def size(member: Member, some: Runs) -> int:
+def size(member: Member, pieces: Runs) -> int:
     """The number of bytes in these pieces."""
-    return sum(length for _, length in ranges(member, some))
+    return sum(length for _, length in ranges(member, pieces))
 
 
-def ranges(member: Member, some: Runs) -> list[tuple[int, int]]:
+def ranges(member: Member, pieces: Runs) -> list[tuple[int, int]]:
     """Where these pieces are in the shard: (offset, length)."""
     assert member.pieces is not None
-    each, end = member.pieces.size, member.length
+    piece_size, end = member.pieces.size, member.length
     return [
-        (member.offset + first * each, min(count * each, end - first * each))
-        for first, count in some
-        if first * each < end
+        (member.offset + first * piece_size, min(count * piece_size, end - first * piece_size))
+        for first, count in pieces
+        if first * piece_size < end
     ]
 
 
@@ -88,8 +90,8 @@ def ranges(member: Member, some: Runs) -> list[tuple[int, int]]:
 
 def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, with_audio: bool) -> bool:
     """Whether clips, with their audio if `with_audio`, are read without the rest of their file."""
-    known = video.codec in _FROM_KEY_FRAMES and video.ext not in _WITHOUT_STAMPS and video.key_frames[-1].at >= 0
-    if not known or member.length <= 0:
+    is_indexed = video.codec in _FROM_KEY_FRAMES and video.ext not in _WITHOUT_STAMPS and video.key_frames[-1].at >= 0
+    if not is_indexed or member.length <= 0:
         return False
     frames = clip.frames * clip.stride
     if clip.rate is not None:
@@ -105,9 +107,9 @@ def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, with_au
 def of_clip(video: VideoInfo, wanted: Wanted, length: int) -> Span:
     """The bytes from the clip's key frame to the first key frame after the clip."""
     last = wanted.values[-1]
-    first = bisect_right(video.key_frames, wanted.key.index, key=_index) - 1
-    after = bisect_right(video.key_frames, last, key=_index if wanted.by == "index" else _pts)
-    return _between(video, first, after, length)
+    first_key = bisect_right(video.key_frames, wanted.key.index, key=_index) - 1
+    next_key = bisect_right(video.key_frames, last, key=_index if wanted.by == "index" else _pts)
+    return _between(video, first_key, next_key, length)
 
 
 def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Span:
@@ -116,9 +118,9 @@ def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Sp
     `start` and `end` are seconds on the file's own time line.
     """
     low, high = (int(t / video.time_base) for t in (start - _AROUND, end + _AROUND))
-    first = bisect_right(video.key_frames, low, key=_pts) - 1
-    after = bisect_right(video.key_frames, high, key=_pts)
-    return _between(video, first, after, length)
+    first_key = bisect_right(video.key_frames, low, key=_pts) - 1
+    next_key = bisect_right(video.key_frames, high, key=_pts)
+    return _between(video, first_key, next_key, length)
 
 
 _pts, _index = attrgetter("pts"), attrgetter("index")
@@ -131,14 +133,14 @@ def explain(sample: Sample, clip: Clip, *, with_audio: bool) -> str:
     if video is None or member is None or not reads_part_of_video(member, video, clip, with_audio=with_audio):
         return "reading: its whole file"
     span = of_clip(video, choose(video, clip, 0, 0, sample.id, 0), member.length)
-    part, whole = (limits.format_bytes(count) for count in (size(member, runs(member, [span])), member.length))
-    return f"reading: about {part} of its {whole} for a clip"
+    part, total = (limits.format_bytes(count) for count in (size(member, runs(member, [span])), member.length))
+    return f"reading: about {part} of its {total} for a clip"
 
 
-def _between(video: VideoInfo, first: int, after: int, length: int) -> Span:
+def _between(video: VideoInfo, first_key: int, next_key: int, length: int) -> Span:
     keys = video.key_frames
-    begin = keys[max(0, first)].at
-    end = keys[after].at + _READ_ON if after < len(keys) else length
+    begin = keys[max(0, first_key)].at
+    end = keys[next_key].at + _READ_ON if next_key < len(keys) else length
     return max(0, begin), min(length, end if end > begin else begin + _READ_ON)
 
 
@@ -147,12 +149,12 @@ def _between(video: VideoInfo, first: int, after: int, length: int) -> Span:
 
 def reads_part_of_audio(sample: Sample, member: Member, audio: AudioInfo, seconds: float) -> bool:
     """Whether windows of this many seconds are read without the rest of their file."""
-    whole, among = audio.samples / audio.sample_rate, _pictures_of(sample, audio)
-    if audio.ext in _WITHOUT_STAMPS or whole <= 0 or (among is not None and among.key_frames[-1].at < 0):
+    duration, video = audio.samples / audio.sample_rate, _video_of(sample, audio)
+    if audio.ext in _WITHOUT_STAMPS or duration <= 0 or (video is not None and video.key_frames[-1].at < 0):
         return False
-    group = 0.0 if among is None else float(among.frames / among.fps) / len(among.key_frames)
+    group = 0.0 if video is None else float(video.frames / video.fps) / len(video.key_frames)
     head = size(member, member.pieces.head if member.pieces else ())
-    return (seconds + 2 * float(_AROUND) + 2 * group) / whole + head / member.length <= MOST
+    return (seconds + 2 * float(_AROUND) + 2 * group) / duration + head / member.length <= MOST
 
 
 def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fraction, length: int) -> Span:
@@ -161,18 +163,18 @@ def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fracti
     In a file with video, the video's key frames locate the window. In a file with marks, the marks do. In other files,
     the window's position is computed from its share of the duration.
     """
-    among = _pictures_of(sample, audio)
-    if among is not None:
-        start += among.start_pts * among.time_base
-        return of_time(among, start, start + seconds, length)
+    video = _video_of(sample, audio)
+    if video is not None:
+        start += video.start_pts * video.time_base
+        return of_time(video, start, start + seconds, length)
     pieces = next((member.pieces for member in sample.members if member.ext == audio.ext), None)
     if pieces is not None and pieces.marks:
-        first, last = (int(t * audio.sample_rate) for t in (start - _AROUND, start + seconds + _AROUND))
-        after = mark_after(pieces.marks, last)
-        end = pieces.marks[after][0] if after < len(pieces.marks) else length
-        return pieces.marks[mark_before(pieces.marks, first)][0], end
-    whole = Fraction(audio.samples, audio.sample_rate)
-    low, high = (int(t / whole * length) for t in (start - _AROUND, start + seconds + _AROUND))
+        first_sample, last_sample = (int(t * audio.sample_rate) for t in (start - _AROUND, start + seconds + _AROUND))
+        next_mark = mark_after(pieces.marks, last_sample)
+        end = pieces.marks[next_mark][0] if next_mark < len(pieces.marks) else length
+        return pieces.marks[mark_before(pieces.marks, first_sample)][0], end
+    duration = Fraction(audio.samples, audio.sample_rate)
+    low, high = (int(t / duration * length) for t in (start - _AROUND, start + seconds + _AROUND))
     return max(0, low - _READ_ON), min(length, high + _READ_ON)
 
 
@@ -189,12 +191,12 @@ def mark_after(marks: Sequence[tuple[int, int]], sample: int) -> int:
 _samples = itemgetter(1)
 
 
-def _pictures_of(sample: Sample, audio: AudioInfo) -> VideoInfo | None:
+def _video_of(sample: Sample, audio: AudioInfo) -> VideoInfo | None:
     """The video in the same file as the audio, if it has key frames."""
     video = sample.video
     return video if video is not None and video.ext == audio.ext and video.key_frames else None
 
 
-def together(needs: Sequence[Runs]) -> Runs:
+def union(needs: Sequence[Runs]) -> Runs:
     """The pieces that several clips or windows of one sample need."""
     return needs[0] if len(needs) == 1 else merged(run for some in needs for run in some)

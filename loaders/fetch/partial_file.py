@@ -46,7 +46,7 @@ class Media(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, where: slice, /) -> memoryview: ...
+    def __getitem__(self, key: slice, /) -> memoryview: ...
 
 
 @runtime_checkable
@@ -94,8 +94,8 @@ class PartialFile:
         """The index's marks (`Pieces.marks`)."""
         return self._pieces.marks
 
-    def __getitem__(self, where: slice) -> memoryview:
-        start, end, _ = where.indices(len(self))
+    def __getitem__(self, key: slice) -> memoryview:
+        start, end, _ = key.indices(len(self))
         if start >= end:
             return memoryview(b"")
         size = self._pieces.size
@@ -109,7 +109,7 @@ class PartialFile:
     def prefetch(self, runs: Runs) -> None:
         """Fetch these pieces in one request. If the store lacks a piece, the error is raised when it is accessed."""
         with contextlib.suppress(NotFoundError, RangeError):
-            self._fetch(self._heads.others(self._name, self._member, runs))
+            self._fetch(self._heads.uncached(self._name, self._member, runs))
 
     def sent_pieces(self) -> SentPieces:
         """The verified pieces in memory, for another process."""
@@ -151,9 +151,9 @@ class PartialFile:
         except (NotFoundError, RangeError) as error:
             raise CorruptionError(f"{self._name}: {error.message}", hint=error.hint) from error
         if not matches(self._pieces, number, view):
-            where = self._member.offset + number * self._pieces.size
+            offset = self._member.offset + number * self._pieces.size
             raise CorruptionError(
-                f"{self._name}: the {len(view)} bytes at {where} are not those that were packed",
+                f"{self._name}: the {len(view)} bytes at {offset} are not those that were packed",
                 hint="check the dataset with `headrace verify`",
             )
         return view
@@ -163,10 +163,13 @@ class PartialFile:
 
         The size of the fetch doubles each time that reading continues where the last such fetch ended.
         """
-        most = max(1, AHEAD_BYTES // self._pieces.size)
-        count = min(2 * self._count, most) if number == self._next else 1
-        last = -(-len(self) // self._pieces.size)
-        end = next((n for n in range(number + 1, min(last, number + count)) if self._has(n)), min(last, number + count))
+        max_count = max(1, AHEAD_BYTES // self._pieces.size)
+        count = min(2 * self._count, max_count) if number == self._next else 1
+        piece_count = -(-len(self) // self._pieces.size)
+        end = next(
+            (n for n in range(number + 1, min(piece_count, number + count)) if self._has(n)),
+            min(piece_count, number + count),
+        )
         try:
             self._fetch(((number, end - number),))
         except (NotFoundError, RangeError):
@@ -182,8 +185,8 @@ class PartialFile:
             self._unchecked.pop(dropped, None)
 
     def _has(self, number: int) -> bool:
-        there = number in self._unchecked or number in self._checked
-        return there or self._heads.get(self._name, self._member, number) is not None
+        is_loaded = number in self._unchecked or number in self._checked
+        return is_loaded or self._heads.get(self._name, self._member, number) is not None
 
     def _fetch(self, runs: Runs) -> None:
         if not runs:
@@ -229,18 +232,18 @@ class SentFile:
         """The index's marks (`Pieces.marks`)."""
         return self._sent.marks
 
-    def __getitem__(self, where: slice) -> memoryview:
-        start, end, _ = where.indices(len(self))
-        size, found = self._sent.size, list[bytes | memoryview]()
+    def __getitem__(self, key: slice) -> memoryview:
+        start, end, _ = key.indices(len(self))
+        size, parts = self._sent.size, list[bytes | memoryview]()
         for number in range(start // size, -(-end // size) if start < end else 0):
             piece = self._sent.pieces.get(number)
             if piece is None:
                 raise MissingPieceError(number)
-            found.append(memoryview(piece)[max(0, start - number * size) : end - number * size])
-        return memoryview(b"".join(found))
+            parts.append(memoryview(piece)[max(0, start - number * size) : end - number * size])
+        return memoryview(b"".join(parts))
 
 
-HELD_BYTES = 64 * limits.MIB
+HEAD_CACHE_BYTES = 64 * limits.MIB
 """The limit for one loader. Its sources share it equally."""
 PieceKey = tuple[str, int, int]
 """A piece: the object's name, the file's offset in it, and the piece's number."""
@@ -249,9 +252,9 @@ PieceKey = tuple[str, int, int]
 class HeadCache:
     """A cache for pieces of file heads."""
 
-    def __init__(self, most: int = HELD_BYTES) -> None:
-        self._most, self._size = most, 0
-        self._held = OrderedDict[PieceKey, memoryview]()
+    def __init__(self, max_bytes: int = HEAD_CACHE_BYTES) -> None:
+        self._max_bytes, self._size = max_bytes, 0
+        self._pieces = OrderedDict[PieceKey, memoryview]()
         self._lock = threading.Lock()
 
     @property
@@ -262,10 +265,10 @@ class HeadCache:
     def get(self, name: str, member: Member, number: int) -> memoryview | None:
         """A piece of a file in the object `name`; None if it is not cached."""
         with self._lock:
-            found = self._held.get((name, member.offset, number))
-            if found is not None:
-                self._held.move_to_end((name, member.offset, number))
-            return found
+            view = self._pieces.get((name, member.offset, number))
+            if view is not None:
+                self._pieces.move_to_end((name, member.offset, number))
+            return view
 
     def put(self, name: str, member: Member, number: int, view: memoryview) -> None:
         """Cache a copy of this verified piece if it belongs to the file's head."""
@@ -273,25 +276,25 @@ class HeadCache:
         if not any(first <= number < first + count for first, count in member.pieces.head):
             return
         with self._lock:
-            if (name, member.offset, number) in self._held:
+            if (name, member.offset, number) in self._pieces:
                 return
-            self._held[name, member.offset, number] = memoryview(bytes(view))
+            self._pieces[name, member.offset, number] = memoryview(bytes(view))
             self._size += len(view)
-            while self._size > self._most and len(self._held) > 1:
-                self._size -= len(self._held.popitem(last=False)[1])
+            while self._size > self._max_bytes and len(self._pieces) > 1:
+                self._size -= len(self._pieces.popitem(last=False)[1])
 
-    def others(self, name: str, member: Member, runs: Runs) -> Runs:
+    def uncached(self, name: str, member: Member, runs: Runs) -> Runs:
         """The pieces among `runs` that are not cached."""
         assert member.pieces is not None
         with self._lock:
-            held = {
+            cached = {
                 number
                 for first, count in member.pieces.head
                 for number in range(first, first + count)
-                if (name, member.offset, number) in self._held
+                if (name, member.offset, number) in self._pieces
             }
-        if not held:
+        if not cached:
             return runs
         return merged(
-            (number, 1) for first, count in runs for number in range(first, first + count) if number not in held
+            (number, 1) for first, count in runs for number in range(first, first + count) if number not in cached
         )

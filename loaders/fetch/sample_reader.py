@@ -31,7 +31,7 @@ from headrace.dataio.store.base import Store
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.byte_ranges import Runs
-from headrace.loaders.fetch.partial_file import HELD_BYTES, HeadCache, Media, PartialFile
+from headrace.loaders.fetch.partial_file import HEAD_CACHE_BYTES, HeadCache, Media, PartialFile
 from headrace.loaders.interfaces import Needs
 
 _log = get_logger(__name__)
@@ -57,18 +57,18 @@ def spans(files: Files) -> list[Range]:
 
     Adjacent files form one range, which includes the tar headers between them.
     """
-    shard, each = files.shard, files.members
-    first, end, gaps = each[0].offset, 0, GAP_BYTES * (len(each) - 1)
-    for member in each:  # a plain loop takes half the time, and thousands of samples a second pass here
+    shard, members = files.shard, files.members
+    start, end, gaps = members[0].offset, 0, GAP_BYTES * (len(members) - 1)
+    for member in members:  # a plain loop takes half the time, and thousands of samples a second pass here
         offset, length = member.offset, member.length
-        if offset < first:
-            first = offset
+        if offset < start:
+            start = offset
         if offset + length > end:
             end = offset + length
         gaps += length
-    if end - first <= gaps:
-        return [(shard, first, end - first)]
-    return [(shard, member.offset, member.length) for member in each]
+    if end - start <= gaps:
+        return [(shard, start, end - start)]
+    return [(shard, member.offset, member.length) for member in members]
 
 
 class StoreReader:
@@ -111,8 +111,8 @@ class SampleReader:
         held: limit in bytes on the heads of long files in memory.
     """
 
-    def __init__(self, reader: ShardReader, store: Store, held: int = HELD_BYTES) -> None:
-        self._reader, self._direct, self._heads = reader, StoreReader(store), HeadCache(held)
+    def __init__(self, reader: ShardReader, store: Store, head_cache_bytes: int = HEAD_CACHE_BYTES) -> None:
+        self._reader, self._direct, self._heads = reader, StoreReader(store), HeadCache(head_cache_bytes)
 
     def fetch(self, sample: Sample, needs: Needs) -> dict[str, Media]:
         """The requested files by extension, read-only.
@@ -121,18 +121,20 @@ class SampleReader:
         accesses them.
         """
         members = [_member(sample, ext) for ext in needs]
-        whole = [member for member in members if needs[member.ext] is None]
-        found = dict[str, Media]()
+        whole_members = [member for member in members if needs[member.ext] is None]
+        media = dict[str, Media]()
         try:
-            views = self._reader.read(sample.shard, [(m.offset, m.length) for m in whole]) if whole else []
-            for member, view in zip(whole, views, strict=True):
-                right = len(view) == member.length and _matches_checksum(view, member.xxh3)
-                found[member.ext] = view if right else self._read_again(sample.shard, member)
+            views = (
+                self._reader.read(sample.shard, [(m.offset, m.length) for m in whole_members]) if whole_members else []
+            )
+            for member, view in zip(whole_members, views, strict=True):
+                is_valid = len(view) == member.length and _matches_checksum(view, member.xxh3)
+                media[member.ext] = view if is_valid else self._read_again(sample.shard, member)
         except (NotFoundError, RangeError) as error:
             raise _missing_bytes(sample.shard, error) from error
-        if len(whole) < len(members):
-            found |= {m.ext: self._open(sample.shard, m, runs) for m in members if (runs := needs[m.ext]) is not None}
-        return found
+        if len(whole_members) < len(members):
+            media |= {m.ext: self._open(sample.shard, m, runs) for m in members if (runs := needs[m.ext]) is not None}
+        return media
 
     def _open(self, shard: str, member: Member, runs: Runs) -> PartialFile:
         """Open a long file and fetch these pieces."""
@@ -163,45 +165,45 @@ class SampleReader:
             raise _missing_bytes(files.shard, error) from error
         return sum([len(view) for _, view in pieces])
 
-    def fetch_first(self, wanted: Sequence[tuple[Files, memoryview]]) -> int:
+    def fetch_first(self, targets: Sequence[tuple[Files, memoryview]]) -> int:
         """`fetch_into` for many samples; stops at the first sample with an error.
 
         Returns:
             The number of samples that were read. To get the error of the next one, call `fetch_into` or `fetch`.
         """
-        done = 0
+        count = 0
         with contextlib.suppress(HeadraceError):
-            for first in range(0, len(wanted), AT_ONCE):
-                some = wanted[first : first + AT_ONCE]
-                reads = [(files.shard, _pieces(files, memory)) for files, memory in some]
-                for (_, pieces), (files, _), _ in zip(reads, some, self._reader.read_each(reads), strict=True):
+            for start in range(0, len(targets), AT_ONCE):
+                batch = targets[start : start + AT_ONCE]
+                reads = [(files.shard, _pieces(files, memory)) for files, memory in batch]
+                for (_, pieces), (files, _), _ in zip(reads, batch, self._reader.read_each(reads), strict=True):
                     for (_, view), member in zip(pieces, files.members, strict=True):
                         if not _matches_checksum(view, member.xxh3):
-                            return done
-                    done += 1
+                            return count
+                    count += 1
                     check_cancelled()
-        return done
+        return count
 
     def ranges(self, sample: Sample, needs: Needs) -> list[Range]:
         """The ranges that `fetch` reads, as far as the index predicts them, without the pieces that are in memory."""
-        found = list[Range]()
+        predicted = list[Range]()
         for member in sample.members:
             if member.ext not in needs:
                 continue
             runs = needs[member.ext]
             if runs is None:
-                found.append((sample.shard, member.offset, member.length))
+                predicted.append((sample.shard, member.offset, member.length))
             else:
-                missing = self._heads.others(sample.shard, member, runs)
-                found += [(sample.shard, offset, length) for offset, length in byte_ranges.ranges(member, missing)]
-        return found
+                missing = self._heads.uncached(sample.shard, member, runs)
+                predicted += [(sample.shard, offset, length) for offset, length in byte_ranges.ranges(member, missing)]
+        return predicted
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Tell the reader which ranges are read next, soonest first."""
         self._reader.announce(upcoming)
 
     @property
-    def held(self) -> int:
+    def head_bytes(self) -> int:
         """Bytes in memory for the heads of long files."""
         return self._heads.nbytes
 
@@ -211,16 +213,16 @@ class SampleReader:
     def _read_again(self, shard: str, member: Member) -> memoryview:
         """Read a file again whose bytes were wrong: from the store at once, then later through another connection."""
         offset, length, xxh3 = member.offset, member.length, member.xxh3
-        again = self._direct.read(shard, [(offset, length)])[0]
-        if _matches_checksum(again, xxh3):
+        view = self._direct.read(shard, [(offset, length)])[0]
+        if _matches_checksum(view, xxh3):
             warn_once(_log, f"the cache returned wrong bytes of {shard}; the store's bytes are right and were used")
-            return again
-        again = self._direct.read_later(shard, [(offset, length)])[0]
-        if _matches_checksum(again, xxh3):
+            return view
+        view = self._direct.read_later(shard, [(offset, length)])[0]
+        if _matches_checksum(view, xxh3):
             warn_once(
                 _log, f"bytes of {shard} were wrong twice, then right through another connection: check the network"
             )
-            return again
+            return view
         raise CorruptionError(
             f"{shard}: the {length} bytes at {offset} are not those that were packed",
             hint="check the dataset with `headrace verify`",

@@ -61,13 +61,13 @@ class WindowProcessor:
         member = byte_ranges.member_of(ref.sample, audio.ext)
         if member is None:  # the file is read whole; most files are short
             return {audio.ext: None}
-        stretch = self._stretch(ref, audio)
+        stretch = self._time_range(ref, audio)
         if stretch is None or not byte_ranges.reads_part_of_audio(ref.sample, member, audio, self._window.seconds):
             return {audio.ext: None}
         span = byte_ranges.of_window(ref.sample, audio, *stretch, member.length)
         return {audio.ext: byte_ranges.runs(member, [span])}
 
-    def _stretch(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+    def _time_range(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
         """The seconds from the start of the audio to the window, and the window's length in seconds."""
         return begin(audio, self._window, ref), Fraction(self._window.seconds)
 
@@ -76,13 +76,13 @@ class WindowProcessor:
         return 0 if audio is None else round(audio.sample_rate * self._window.seconds) * audio.channels * 4
 
     def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        return [self._one(one) for one in fetched]
+        return [self._process_one(one) for one in fetched]
 
     def close(self) -> None:
         if self._isolated is not None:
             self._isolated.close()
 
-    def _one(self, fetched: FetchedSample) -> ProcessedSample | HeadraceError:
+    def _process_one(self, fetched: FetchedSample) -> ProcessedSample | HeadraceError:
         info = fetched.ref.sample.audio
         if info is None:
             return UnsupportedError("the sample has no audio")
@@ -136,21 +136,21 @@ class PieceProcessor(WindowProcessor):
     def layout(self) -> SampleLayout:
         return SampleLayout(("audio",), {"start": None, "audio_samples": None}, self._rows)
 
-    def _stretch(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
+    def _time_range(self, ref: SampleRef, audio: AudioInfo) -> tuple[Fraction, Fraction] | None:
         if ref.span is None:
             return None
         rate = self._spec.sample_rate
         return Fraction(ref.span.start * self._hop, rate), Fraction(ref.span.length * self._hop, rate)
 
-    def _one(self, fetched: FetchedSample) -> ProcessedSample | HeadraceError:
+    def _process_one(self, fetched: FetchedSample) -> ProcessedSample | HeadraceError:
         info, fit = fetched.ref.sample.audio, fetched.ref.span
         if info is None or fit is None:
             return UnsupportedError("the sample has no audio")
-        rate, first = self._spec.sample_rate, fit.start * self._hop
-        start, count = Fraction(first, rate), fit.length * self._hop
+        rate, first_sample = self._spec.sample_rate, fit.start * self._hop
+        start, count = Fraction(first_sample, rate), fit.length * self._hop
         if isinstance(self._spec.features, LogMel):
-            there = int(_samples(np.float64(info.samples), np.float64(info.sample_rate), rate))
-            count = max(self._least, min(count, there - first))
+            available = int(_samples(np.float64(info.samples), np.float64(info.sample_rate), rate))
+            count = max(self._least, min(count, available - first_sample))
         try:
             audio, real = finish_audio(self._decode_audio, fetched, info, start, self._spec, count, from_first=True)
         except DAMAGE as error:

@@ -103,18 +103,18 @@ def together(specs: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Seque
     several = any(spec.clip.per_video > 1 or spec.clip.start == "every" for spec in specs)
 
     def groups(refs: Sequence[SampleRef]) -> list[list[int]]:
-        found, light, number = dict[Hashable, list[int]](), 0, 0
+        slots_by_key, light, number = dict[Hashable, list[int]](), 0, 0
         for slot, ref in enumerate(refs):
-            spec, which = specs[ref.stream if len(specs) > 1 else 0], None
+            spec, key = specs[ref.stream if len(specs) > 1 else 0], None
             if several:
-                which = _beginning(ref, spec)
+                key = _beginning(ref, spec)
             elif not transformed and spec.audio is None and (pixels := _pixels(ref, spec)) <= LIGHT // 2:
                 light += pixels
                 if light > LIGHT:
                     light, number = pixels, number + 1
-                which = ("light", number)
-            found.setdefault(which or (slot,), []).append(slot)
-        return list(found.values())
+                key = ("light", number)
+            slots_by_key.setdefault(key or (slot,), []).append(slot)
+        return list(slots_by_key.values())
 
     return groups
 
@@ -177,18 +177,18 @@ class ClipProcessor:
     def needs(self, ref: SampleRef) -> Needs:
         sample, spec = ref.sample, self._spec
         video, audio = sample.video, sample.audio if spec.audio else None
-        found: dict[str, Runs | None] = {} if video is None else {video.ext: None}
+        needs: dict[str, Runs | None] = {} if video is None else {video.ext: None}
         if audio is not None:
-            found[audio.ext] = None
+            needs[audio.ext] = None
         separate = audio is not None and video is not None and audio.ext != video.ext
         video_member = None if video is None else byte_ranges.member_of(sample, video.ext)
         audio_member = byte_ranges.member_of(sample, audio.ext) if audio is not None and separate else None
         if video is None or (video_member is None and audio_member is None):  # most files are short
-            return found
+            return needs
         try:
             wanted = wanted_by(ref, video, spec.clip)
         except CorruptionError:
-            return found
+            return needs
         start = wanted.values[0] * video.time_base if wanted.by == "pts" else _instant(video, wanted.values[0])
         seconds = Fraction(spec.audio.samples(spec.clip), spec.audio.sample_rate) if spec.audio else Fraction(0)
         inside = audio is not None and not separate
@@ -198,20 +198,20 @@ class ClipProcessor:
             spans = [byte_ranges.of_clip(video, wanted, video_member.length)]
             if inside:
                 spans.append(byte_ranges.of_time(video, start, start + seconds, video_member.length))
-            found[video.ext] = byte_ranges.runs(video_member, spans)
+            needs[video.ext] = byte_ranges.runs(video_member, spans)
         if audio_member and audio and byte_ranges.reads_part_of_audio(sample, audio_member, audio, float(seconds)):
             start -= video.start_pts * video.time_base
-            found[audio.ext] = byte_ranges.runs(
+            needs[audio.ext] = byte_ranges.runs(
                 audio_member, [byte_ranges.of_window(sample, audio, start, seconds, audio_member.length)]
             )
-        return found
+        return needs
 
     def cost(self, sample: Sample) -> int:
         video = sample.video
         if video is None:
             return 0
         spec = self._spec
-        size = None if self._turned(video) else spec.size
+        size = None if self._is_rotated(video) else spec.size
         return self._decoder.clip_bytes(video, spec.clip.frames, size, spec.color)
 
     def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
@@ -248,12 +248,12 @@ class ClipProcessor:
             return
         if len(self._known_files) < _MOST_SEEN:
             self._known_files.add(names)
-        if others := other_videos(names, video.ext):
+        if further := other_videos(names, video.ext):
             self._warned = True
-            named = ", ".join(f".{ext}" for ext in others)
+            listed = ", ".join(f".{ext}" for ext in further)
             warn_once(
                 _log,
-                f"samples hold more than one video, and one is delivered: of {sample.key!r} .{video.ext}, and not {named}; "
+                f"samples hold more than one video, and one is delivered: of {sample.key!r} .{video.ext}, and not {listed}; "
                 "to train on the others too, pack each as a sample of its own",
                 "job",
             )
@@ -261,11 +261,11 @@ class ClipProcessor:
     def _cut(self, ref: SampleRef, video: VideoInfo) -> Fit | None:
         """The scaling and cropping that the decoder applies to the frames. None if frames are rotated first."""
         spec = self._spec
-        if spec.size is None or self._turned(video):
+        if spec.size is None or self._is_rotated(video):
             return None
         return Fit(spec.size, spec.antialias, spec.cut.at(ref), spec.cut.mirrored(ref))
 
-    def _turned(self, video: VideoInfo) -> bool:
+    def _is_rotated(self, video: VideoInfo) -> bool:
         return self._spec.rotate and video.rotation % 360 != 0
 
     def _finish(

@@ -51,10 +51,10 @@ class ProcessorWrapper:
         return self._inner.cost(sample)
 
     def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        done = self._inner.process(self._inputs(fetched))
+        results = self._inner.process(self._inputs(fetched))
         return [
             result if isinstance(result, HeadraceError) else self._extend(one.ref, result)
-            for one, result in zip(fetched, done, strict=True)
+            for one, result in zip(fetched, results, strict=True)
         ]
 
     def close(self) -> None:
@@ -85,8 +85,8 @@ class WithColumns(ProcessorWrapper):
     def _extend(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         row = self._row(finished.sample)
         fields = finished.sample.fields
-        more = {name: row[name] if name in row else fields.get(name) for name in self._columns}
-        return replace(finished, values={**finished.values, **more})
+        columns = {name: row[name] if name in row else fields.get(name) for name in self._columns}
+        return replace(finished, values={**finished.values, **columns})
 
 
 def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tuple[str, ...]:
@@ -123,8 +123,8 @@ class Transformed(ProcessorWrapper):
     def _extend(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
         generator = torch.Generator().manual_seed(int(ref.key(_TRANSFORM)[0]) >> 1)
         try:
-            made: object = self._transform(dict(finished.tensors), generator)
-            tensors = dict(made) if isinstance(made, Mapping) else {}
+            returned: object = self._transform(dict(finished.tensors), generator)
+            tensors = dict(returned) if isinstance(returned, Mapping) else {}
         except Exception as error:
             error.add_note(f"in the loader's transform, for sample {finished.sample.key!r}")
             raise
@@ -191,11 +191,11 @@ class PerStreamProcessor:
         return max(processor.cost(sample) for processor in self._processors)
 
     def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        done = dict[int, ProcessedSample | HeadraceError]()
+        results = dict[int, ProcessedSample | HeadraceError]()
         for stream in sorted({one.ref.stream for one in fetched}):
             slots = [slot for slot, one in enumerate(fetched) if one.ref.stream == stream]
-            done.update(zip(slots, self._processors[stream].process([fetched[slot] for slot in slots]), strict=True))
-        return [done[slot] for slot in range(len(fetched))]
+            results.update(zip(slots, self._processors[stream].process([fetched[slot] for slot in slots]), strict=True))
+        return [results[slot] for slot in range(len(fetched))]
 
     def close(self) -> None:
         self._processors[0].close()
@@ -227,9 +227,9 @@ class WithMels(ProcessorWrapper):
         return replace(inner, tensors=tuple("mel" if name == "audio" else name for name in inner.tensors))
 
     def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        done = self._inner.process(fetched)
-        mels = iter(self._compute([one.tensors["audio"] for one in done if isinstance(one, ProcessedSample)]))
-        return [_with_mel(one, next(mels)) if isinstance(one, ProcessedSample) else one for one in done]
+        results = self._inner.process(fetched)
+        mels = iter(self._compute([one.tensors["audio"] for one in results if isinstance(one, ProcessedSample)]))
+        return [_with_mel(one, next(mels)) if isinstance(one, ProcessedSample) else one for one in results]
 
     def close(self) -> None:
         self._inner.close()
@@ -246,14 +246,14 @@ def mels(inner: Processor, spec: AudioSpec, device: torch.device) -> Processor:
 
     if not isinstance(spec.features, LogMel):
         return inner
-    what, rate = spec.features, spec.sample_rate
+    settings, rate = spec.features, spec.sample_rate
     if device.type == "cuda" and gpu_count() > (device.index or 0):
-        graph = DaliMel(what, rate, device.index or 0)
+        graph = DaliMel(settings, rate, device.index or 0)
         return WithMels(inner, graph, graph.close)
-    return WithMels(inner, lambda sounds: [log_mel(sound, rate, what) for sound in sounds])
+    return WithMels(inner, lambda sounds: [log_mel(sound, rate, settings) for sound in sounds])
 
 
-def _with_mel(one: ProcessedSample, mel: torch.Tensor) -> ProcessedSample:
+def _with_mel(sample: ProcessedSample, mel: torch.Tensor) -> ProcessedSample:
     return replace(
-        one, tensors={("mel" if n == "audio" else n): mel if n == "audio" else t for n, t in one.tensors.items()}
+        sample, tensors={("mel" if n == "audio" else n): mel if n == "audio" else t for n, t in sample.tensors.items()}
     )

@@ -80,17 +80,19 @@ class Quarantine:
 
     def deliver(self, skipped: Iterable[SkippedSample], epoch: int = 0) -> None:
         """Record the samples that were skipped for the batch that the trainer receives now."""
-        for one in skipped:
-            metrics.quarantined_samples.labels(one.code).inc()
-            which = (one.source, one.id)
-            before = self._delivered.get(which)
-            if before is None:
-                _log.warning("sample %s (%s at %s) is quarantined: %s", one.key, one.shard, one.offset, one.reason)
-                self._on_first(one)
-            if before is None or (one.permanent and not before.permanent):
-                self._delivered[which] = one
-                if one.permanent and self._remember is not None and self._remember(one, epoch):
-                    self._remembered.add(which)
+        for sample in skipped:
+            metrics.quarantined_samples.labels(sample.code).inc()
+            key = (sample.source, sample.id)
+            previous = self._delivered.get(key)
+            if previous is None:
+                _log.warning(
+                    "sample %s (%s at %s) is quarantined: %s", sample.key, sample.shard, sample.offset, sample.reason
+                )
+                self._on_first(sample)
+            if previous is None or (sample.permanent and not previous.permanent):
+                self._delivered[key] = sample
+                if sample.permanent and self._remember is not None and self._remember(sample, epoch):
+                    self._remembered.add(key)
         if len(self._delivered) > self._limit:
             last = next(reversed(self._delivered.values()))
             raise CorruptionError(
@@ -105,15 +107,15 @@ class Quarantine:
 
     def state(self) -> tuple[tuple[int, int], ...]:
         """Source and id of each known bad sample of the delivered batches, except those that a shared list stores."""
-        found = {which for which, skipped in self._delivered.items() if skipped.permanent}
-        return tuple(sorted((self._loaded | found) - self._remembered))
+        bad = {key for key, skipped in self._delivered.items() if skipped.permanent}
+        return tuple(sorted((self._loaded | bad) - self._remembered))
 
     def load(self, state: Sequence[tuple[int, int]]) -> None:
         """Restore what `state` returned."""
-        known = dict[tuple[int, int], HeadraceError]()
+        known_bad = dict[tuple[int, int], HeadraceError]()
         if state:  # creating the first error of a process takes a millisecond
             reason = CorruptionError("its bytes were found to be wrong before this run was resumed")
-            known = dict.fromkeys(state, reason)
+            known_bad = dict.fromkeys(state, reason)
         with self._lock:
-            self._known_bad = known
+            self._known_bad = known_bad
         self._delivered, self._loaded, self._remembered = {}, frozenset(state), set()

@@ -78,11 +78,11 @@ def directory(environ: Mapping[str, str] = os.environ) -> Path | None:
     `$XDG_STATE_HOME` or ~/.local/state. For a user without a home directory, as in some containers, no records are
     kept.
     """
-    named = environ.get("HEADRACE_QUARANTINE")
-    if named == OFF:
+    setting = environ.get("HEADRACE_QUARANTINE")
+    if setting == OFF:
         return None
-    if named:
-        return Path(named)
+    if setting:
+        return Path(setting)
     try:
         state = environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     except RuntimeError:
@@ -134,25 +134,25 @@ def distinct(folder: Path, dataset: str | None = None) -> tuple[list[Record], in
 
     If a sample has several records, one of wrong bytes is preferred.
     """
-    found: dict[tuple[str, int, str], Record] = {}
+    chosen: dict[tuple[str, int, str], Record] = {}
     unreadable = 0
     for record in read(folder, dataset):
         if record is None:
             unreadable += 1
             continue
-        which = (record.skipped.dataset, record.version, record.skipped.key)
-        if which not in found or (record.skipped.permanent and not found[which].skipped.permanent):
-            found[which] = record
-    return list(found.values()), unreadable
+        key = (record.skipped.dataset, record.version, record.skipped.key)
+        if key not in chosen or (record.skipped.permanent and not chosen[key].skipped.permanent):
+            chosen[key] = record
+    return list(chosen.values()), unreadable
 
 
 def clear(folder: Path, dataset: str | None = None) -> int:
     """Delete the records of one dataset, or of all datasets. Returns how many files were deleted."""
     paths = [file_of(folder, dataset)] if dataset is not None else list(folder.glob(f"*{_SUFFIX}"))
-    there = [path for path in paths if path.is_file()]
-    for path in there:
+    existing = [path for path in paths if path.is_file()]
+    for path in existing:
         path.unlink(missing_ok=True)
-    return len(there)
+    return len(existing)
 
 
 def _record(line: bytes) -> Record | None:

@@ -157,18 +157,18 @@ class QuarantineList:
     def newest(self) -> int:
         """The newest version, read from the store."""
         with self._lock:
-            while self._read(len(self._digests)):
+            while self._read_version(len(self._digests)):
                 pass
             return len(self._digests) - 1
 
     def digest(self, version: int) -> str:
-        self._need(version)
+        self._check_version(version)
         return self._digests[version]
 
     def entries(self, version: int | None = None) -> list[Entry]:
         """The entries of `version`, in the order in which they were added. Default: the newest version."""
         last = self.newest() if version is None else version
-        self._need(last)
+        self._check_version(last)
         return [entry for number, entry in self._ordered() if number <= last]
 
     def numbered(self) -> list[tuple[int, Entry]]:
@@ -183,16 +183,16 @@ class QuarantineList:
         """
         if self.pinned is not None:
             raise UsageError(f"{self.url} was opened at version {self.pinned}: nothing is added to it")
-        wanted, lost = {(entry.location, entry.run): entry for entry in entries}, 0
+        by_location, lost_races = {(entry.location, entry.run): entry for entry in entries}, 0
         with self._lock:
-            while lost < _TRIES:
+            while lost_races < _TRIES:
                 version = self.newest()
-                new = [entry for entry in wanted.values() if self._is_news(entry, version)]
+                new = [entry for entry in by_location.values() if self._adds_information(entry, version)]
                 if not new:
                     return version
                 if version >= MAX_VERSIONS:
                     raise CapacityError(f"{self.url}: the list of bad samples is full", hint="begin another list")
-                lost += not self._store.put_if_absent(_entries(version + 1), self._encoded(new[:MAX_ENTRIES]))
+                lost_races += not self._store.put_if_absent(_entries_key(version + 1), self._encoded(new[:MAX_ENTRIES]))
             raise CapacityError(f"{self.url}: other writers were faster {_TRIES} times", hint="try again")
 
     def adopted(self, run: str, epoch: int) -> int:
@@ -204,16 +204,16 @@ class QuarantineList:
             return self.pinned
         key = f"epochs/{run}/{epoch}.json"
         try:
-            return self._decided(key)
+            return self._adopted_version(key)
         except NotFoundError:
-            mine = Adopted(format=FORMAT, version=self.newest(), nonce=secrets.token_hex(16))
-            self._store.put_if_absent(key, msgspec.json.encode(mine))
-            return self._decided(key)
+            choice = Adopted(format=FORMAT, version=self.newest(), nonce=secrets.token_hex(16))
+            self._store.put_if_absent(key, msgspec.json.encode(choice))
+            return self._adopted_version(key)
 
     def refused(self, location: Location, version: int, run: str, epoch: int) -> Entry | None:
         """The entry because of which `epoch` of `run`, following `version`, skips a sample, or None."""
-        own = (e for _, e in self._entries.get(location, ()) if e.run == run and run and e.epoch <= epoch)
-        return self._lasting(location, version) or next(own, None)
+        own_entries = (e for _, e in self._entries.get(location, ()) if e.run == run and run and e.epoch <= epoch)
+        return self._lasting(location, version) or next(own_entries, None)
 
     def is_lasting(self, location: Location, version: int) -> bool:
         """Whether every run that follows `version` skips the sample."""
@@ -224,28 +224,30 @@ class QuarantineList:
 
         Either the entry is not marked as suspected, or it confirms the suspicion of another run in another process.
         """
-        before = list[Entry]()
+        earlier = list[Entry]()
         for number, entry in self._entries.get(location, ()):
             if number <= version:
-                if not entry.suspected or any(map(entry.confirms, before)):
+                if not entry.suspected or any(map(entry.confirms, earlier)):
                     return entry
-                before.append(entry)
+                earlier.append(entry)
         return None
 
-    def _is_news(self, entry: Entry, version: int) -> bool:
+    def _adds_information(self, entry: Entry, version: int) -> bool:
         """Whether `entry` adds information to this version.
 
         A run's first suspicion always does. The run may follow an older version, with which it would read the sample
         again.
         """
-        own = any(
+        is_repeated = any(
             e.run == entry.run and e.suspected <= entry.suspected for _, e in self._entries.get(entry.location, ())
         )
-        return not own and (entry.suspected or self._lasting(entry.location, version) is None)
+        return not is_repeated and (entry.suspected or self._lasting(entry.location, version) is None)
 
     def _ordered(self) -> list[tuple[int, Entry]]:
         """All entries, sorted by version."""
-        return sorted((one for some in self._entries.values() for one in some), key=lambda one: one[0])
+        return sorted(
+            (numbered for entries in self._entries.values() for numbered in entries), key=lambda numbered: numbered[0]
+        )
 
     def close(self) -> None:
         """Close the store if it was opened here."""
@@ -259,12 +261,12 @@ class QuarantineList:
             raise CapacityError(f"{self.url}: {len(data)} bytes are too many for a version", hint="add fewer at a time")
         return data
 
-    def _decided(self, key: str) -> int:
+    def _adopted_version(self, key: str) -> int:
         version = int(self._decode(key, Adopted).version)
-        self._need(version)
+        self._check_version(version)
         return version
 
-    def _need(self, version: int) -> None:
+    def _check_version(self, version: int) -> None:
         if version < 0:
             raise UsageError(f"{self.url}: a list of bad samples has no version {version}")
         with self._lock:
@@ -276,15 +278,15 @@ class QuarantineList:
                     hint="is it the list of this run?",
                 )
 
-    def _read(self, number: int) -> bool:
+    def _read_version(self, number: int) -> bool:
         """Read version `number`. Returns False if it does not exist."""
-        key = _entries(number)
+        key = _entries_key(number)
         try:
             data = self._store.get(key, max_bytes=limits.SMALL_OBJECT_BYTES)
         except NotFoundError:
             return False
-        found = self._parse(data, key, Version)
-        for entry in found.entries:
+        version = self._parse(data, key, Version)
+        for entry in version.entries:
             self._entries.setdefault(entry.location, []).append((number, entry))
         self._digests.append(blake3.blake3(self._digests[-1].encode() + data).hexdigest(4))
         return True
@@ -294,15 +296,15 @@ class QuarantineList:
 
     def _parse(self, data: bytes, key: str, kind: type[Any]) -> Any:
         try:
-            found = msgspec.json.decode(data, type=kind)
+            document = msgspec.json.decode(data, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptionError(f"{self.url}: {key} is not a valid part of a list of bad samples: {error}") from error
-        if found.format != FORMAT:
-            raise CorruptionError(f"{self.url}: {key} is of format {found.format}, not {FORMAT}")
-        return found
+        if document.format != FORMAT:
+            raise CorruptionError(f"{self.url}: {key} is of format {document.format}, not {FORMAT}")
+        return document
 
 
-def _entries(version: int) -> str:
+def _entries_key(version: int) -> str:
     return f"entries/{version:08}.json"
 
 
@@ -372,7 +374,7 @@ class FollowedList:
     def version_of(self, epoch: int) -> int:
         with self._lock:
             if epoch not in self._versions:
-                self._versions[epoch] = self._decided(epoch)
+                self._versions[epoch] = self._adopted_version(epoch)
                 for old in sorted(self._versions)[:-KEPT_EPOCHS]:
                     del self._versions[old]
             return self._versions[epoch]
@@ -387,17 +389,17 @@ class FollowedList:
         with self._lock:
             self._versions, self._followed = {epoch: version}, (epoch, version)
 
-    def _decided(self, epoch: int) -> int:
+    def _adopted_version(self, epoch: int) -> int:
         followed_epoch, version = self._followed
-        found = self.list.adopted(self._run, epoch)
-        return max(found, version) if epoch > followed_epoch and self.list.pinned is None else found
+        adopted = self.list.adopted(self._run, epoch)
+        return max(adopted, version) if epoch > followed_epoch and self.list.pinned is None else adopted
 
     def refs(self, epoch: int, batches: range) -> Sequence[Sequence[SampleRef]]:
         known_bad = ListAtVersion(
             list=self.list, version=self.version_of(epoch), run=self._run, epoch=epoch, urls=self._urls
         )
-        found = self._plan.refs(epoch, batches)
-        return [[replace(ref, known_bad=known_bad) for ref in refs] for refs in found]
+        planned = self._plan.refs(epoch, batches)
+        return [[replace(ref, known_bad=known_bad) for ref in refs] for refs in planned]
 
     def batches_in(self, epoch: int) -> int:
         return self._plan.batches_in(epoch)

@@ -108,25 +108,25 @@ def order(args: argparse.Namespace) -> int:
         raise UsageError("--weights and --temperature need several datasets", hint="name the datasets of the mixture")
     from headrace.dataio.shards.dataset import Dataset
 
-    found: list[Quality] = []
+    qualities: list[Quality] = []
     sizes = dict[str, Population]()
     cells = dict[str, list[Population]]()
     buckets = None if args.bucket is None else _buckets(args)
     for url in args.datasets:
         with Dataset(url, args.version, trust_mounts=args.trust_mounts) as dataset:
             chosen = dataset if args.where is None else dataset.where(args.where)
-            found.append(_measure(chosen, args))
+            qualities.append(_measure(chosen, args))
             sizes[url] = Population(len(chosen), chosen.total_bytes / len(chosen))
             if buckets is not None:
-                cells[url] = _sorted(chosen, buckets, args)
-    mixed = _mix(sizes, args) if len(args.datasets) > 1 else None
-    shaped = None if buckets is None else _mix_in(buckets, cells, args)
+                cells[url] = _count_by_bucket(chosen, buckets, args)
+    mixed = _measure_mixture(sizes, args) if len(args.datasets) > 1 else None
+    shaped = None if buckets is None else _measure_mixed_buckets(buckets, cells, args)
     if args.json:
-        print_json(_json(found, mixed, shaped))
+        print_json(_json(qualities, mixed, shaped))
         return 0
-    for url, one in zip(args.datasets, found, strict=True):
+    for url, quality in zip(args.datasets, qualities, strict=True):
         print(f"{url}: ", end="")
-        _print(one)
+        _print_quality(quality)
     if mixed is not None:
         _print_mix(mixed)
     if buckets is not None and shaped is not None:
@@ -134,35 +134,37 @@ def order(args: argparse.Namespace) -> int:
     return 0
 
 
-def _json(found: Sequence[Quality], mixed: Balance | None, shaped: Sequence[BucketBalance] | None) -> dict[str, Any]:
+def _json(
+    qualities: Sequence[Quality], mixed: Balance | None, shaped: Sequence[BucketBalance] | None
+) -> dict[str, Any]:
     buckets = {} if shaped is None else {"buckets": [dataclasses.asdict(one) for one in shaped]}
     if mixed is None:
-        return dataclasses.asdict(found[0]) | buckets
-    return {"datasets": [dataclasses.asdict(one) for one in found], "mixture": dataclasses.asdict(mixed)} | buckets
+        return dataclasses.asdict(qualities[0]) | buckets
+    return {"datasets": [dataclasses.asdict(one) for one in qualities], "mixture": dataclasses.asdict(mixed)} | buckets
 
 
 def _buckets(args: argparse.Namespace) -> Buckets:
     from headrace.loaders.sampling.buckets import Bucket, Buckets
 
     shapes = tuple(Bucket((height, width), *frames) for height, width, *frames in args.bucket)
-    most = max(h * w * (f or args.frames) for h, w, f in ((*b.size, b.frames) for b in shapes))
-    return Buckets(shapes, args.budget or args.batch * most)
+    largest = max(h * w * (f or args.frames) for h, w, f in ((*b.size, b.frames) for b in shapes))
+    return Buckets(shapes, args.budget or args.batch * largest)
 
 
-def _sorted(dataset: Dataset, buckets: Buckets, args: argparse.Namespace) -> list[Population]:
+def _count_by_bucket(dataset: Dataset, buckets: Buckets, args: argparse.Namespace) -> list[Population]:
     """Count the dataset's videos in each bucket, for clips of consecutive frames."""
     import numpy as np
 
     table = dataset.columns(["height", "width", "frames"])
     height, width, frames = (table[name].to_numpy() for name in ("height", "width", "frames"))
-    there = ~np.isnan(height.astype(np.float64)) & (frames.astype(np.float64) >= 1)
-    tall, wide = height[there].astype(np.int64), width[there].astype(np.int64)
-    chosen = buckets.assign(tall, wide, frames[there].astype(np.float64), args.frames)
-    each = dataset.total_bytes / len(dataset)
-    return [Population(int((chosen == bucket).sum()), each) for bucket in range(len(buckets.buckets))]
+    has_video = ~np.isnan(height.astype(np.float64)) & (frames.astype(np.float64) >= 1)
+    tall, wide = height[has_video].astype(np.int64), width[has_video].astype(np.int64)
+    chosen = buckets.assign(tall, wide, frames[has_video].astype(np.float64), args.frames)
+    mean_bytes = dataset.total_bytes / len(dataset)
+    return [Population(int((chosen == bucket).sum()), mean_bytes) for bucket in range(len(buckets.buckets))]
 
 
-def _mix_in(
+def _measure_mixed_buckets(
     buckets: Buckets, cells: Mapping[str, Sequence[Population]], args: argparse.Namespace
 ) -> list[BucketBalance]:
     from headrace.loaders.sampling.mixed_buckets import MixedBuckets
@@ -183,11 +185,11 @@ def _mix_in(
     return bucket_balances(mixed, batches=args.batches)
 
 
-def _by_name(named: Mapping[str, object], args: argparse.Namespace) -> dict[str, float] | None:
-    return None if args.weights is None else dict(zip(named, args.weights, strict=True))
+def _by_name(names: Mapping[str, object], args: argparse.Namespace) -> dict[str, float] | None:
+    return None if args.weights is None else dict(zip(names, args.weights, strict=True))
 
 
-def _mix(sizes: Mapping[str, Population], args: argparse.Namespace) -> Balance:
+def _measure_mixture(sizes: Mapping[str, Population], args: argparse.Namespace) -> Balance:
     from headrace.loaders.sampling.mixture import Mixed
     from headrace.loaders.sampling.quality import balance
 
@@ -213,41 +215,41 @@ def _measure(dataset: Dataset, args: argparse.Namespace) -> Quality:
     from headrace.loaders.sampling.quality import quality
 
     shards = pc.dictionary_encode(dataset.columns(["shard"])["shard"]).combine_chunks()
-    made = Order.of(
+    measured = Order.of(
         len(dataset),
         args.batch,
         sample_bytes=dataset.total_bytes / len(dataset),
         seed=args.seed,
         shuffle=not args.no_shuffle,
     )
-    return quality(made, shards.indices.to_numpy(), epoch=args.epoch, batches=args.batches, nodes=args.nodes)
+    return quality(measured, shards.indices.to_numpy(), epoch=args.epoch, batches=args.batches, nodes=args.nodes)
 
 
-def _print(found: Quality) -> None:
+def _print_quality(quality: Quality) -> None:
     print(
-        f"{found.samples} samples in {found.groups} shards, global batches of {found.batch}; {found.batches} looked at\n"
+        f"{quality.samples} samples in {quality.groups} shards, global batches of {quality.batch}; {quality.batches} looked at\n"
     )
     print(f"{'':34}{'this order':>12}{'full shuffle':>14}")
-    for name, what in (
+    for name, label in (
         ("distance", "moved, share of the epoch"),
         ("spread", "apart in a batch, share of all"),
         ("neighbours", "next one in the same batch"),
         ("entropy", "bits of shards in a batch"),
     ):
-        print(f"{what:34}{getattr(found.order, name):12.4f}{getattr(found.full, name):14.4f}")
-    for nodes, reads in found.reads.items():
-        print(f"{f'chunks read by {nodes} nodes, of all':34}{reads:12.3f}{found.full_reads[nodes]:14.3f}")
+        print(f"{label:34}{getattr(quality.order, name):12.4f}{getattr(quality.full, name):14.4f}")
+    for nodes, reads in quality.reads.items():
+        print(f"{f'chunks read by {nodes} nodes, of all':34}{reads:12.3f}{quality.full_reads[nodes]:14.3f}")
     print("\nsample number (down) by time in the epoch (across):")
-    most = max(map(max, found.picture)) or 1
-    for row in found.picture:
-        print("".join(_SHADES[-(-n * (len(_SHADES) - 1) // most)] for n in row))
+    highest = max(map(max, quality.picture)) or 1
+    for row in quality.picture:
+        print("".join(_SHADES[-(-n * (len(_SHADES) - 1) // highest)] for n in row))
 
 
-def _print_mix(found: Balance) -> None:
-    print(f"\nmixed, in batches of {found.batch}: {'this order':>26}{'drawn':>14}")
-    print(f"{'bits of sources in a batch':34}{found.entropy:12.4f}{found.drawn_entropy:14.4f}")
-    print(f"{'samples off the share, at worst':34}{found.away:12.1f}{found.drawn_away:14.1f}")
-    for name, share in found.shares.items():
+def _print_mix(balance: Balance) -> None:
+    print(f"\nmixed, in batches of {balance.batch}: {'this order':>26}{'drawn':>14}")
+    print(f"{'bits of sources in a batch':34}{balance.entropy:12.4f}{balance.drawn_entropy:14.4f}")
+    print(f"{'samples off the share, at worst':34}{balance.away:12.1f}{balance.drawn_away:14.1f}")
+    for name, share in balance.shares.items():
         print(f"{share:7.2%}  {name}")
 
 
@@ -255,8 +257,11 @@ def _print_buckets(buckets: Buckets, shaped: Sequence[BucketBalance]) -> None:
     print(
         f"\n{'in buckets':20}{'steps':>8}{'batch':>8}{'bits of sources':>18}{'drawn':>8}{'off, at worst':>16}{'drawn':>8}"
     )
-    for one in shaped:
-        shape, found = buckets.buckets[one.bucket], one.balance
+    for bucket in shaped:
+        shape, balance = buckets.buckets[bucket.bucket], bucket.balance
         name = "x".join(map(str, (*shape.size, *([shape.frames] if shape.frames else []))))
-        bits, off = f"{found.entropy:18.4f}{found.drawn_entropy:8.4f}", f"{found.away:16.1f}{found.drawn_away:8.1f}"
-        print(f"{name:20}{one.share:8.2%}{found.batch:8}{bits}{off}")
+        bits, off = (
+            f"{balance.entropy:18.4f}{balance.drawn_entropy:8.4f}",
+            f"{balance.away:16.1f}{balance.drawn_away:8.1f}",
+        )
+        print(f"{name:20}{bucket.share:8.2%}{balance.batch:8}{bits}{off}")

@@ -54,19 +54,19 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
     def __bool__(self) -> bool:
         return bool(self.fields)
 
-    def also(self, other: Difference) -> Loss:
+    def also(self, difference: Difference) -> Loss:
         """This loss with one more field."""
-        return replace(self, fields=(*self.fields, other))
+        return replace(self, fields=(*self.fields, difference))
 
     def __str__(self) -> str:
         if not self:
             return "nothing is lost"
-        known = "an unknown number of" if self.again is None else str(self.again)
-        missed = "an unknown number" if self.missed is None else str(self.missed)
+        repeated = "an unknown number of" if self.again is None else str(self.again)
+        lost = "an unknown number" if self.missed is None else str(self.missed)
         dropped = "; the quarantine is dropped" if self.quarantine_dropped else ""
-        what = "; ".join(map(str, self.fields))
+        fields = "; ".join(map(str, self.fields))
         going = f"Continuing at batch {self.batch} of epoch {self.epoch}"
-        return f"{what}. {going}: {known} clips are delivered again, {missed} are not delivered{dropped}"
+        return f"{fields}. {going}: {repeated} clips are delivered again, {lost} are not delivered{dropped}"
 
 
 def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tuple[Position, Loss]:
@@ -74,15 +74,19 @@ def forced(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> tup
     plan = plan.of(position.epoch)
     fingerprint = plan.fingerprint(position.epoch, position.batch)
     saved = resolved(fingerprint.values(), saved)
-    found = tuple(differences(fingerprint, saved))
-    if not found and position.batch <= plan.schedule.batches:
+    differing = tuple(differences(fingerprint, saved))
+    if not differing and position.batch <= plan.schedule.batches:
         return position, Loss(fields=(), epoch=position.epoch, batch=position.batch, again=0, missed=0)
-    other = any("digest" in one.field or one.field == "sources" for one in found)
+    other_samples = any("digest" in one.field or one.field == "sources" for one in differing)
     batch = _batch(plan, saved, position)
-    again, missed = (None, None) if other else _counted(plan, saved, position, batch)
-    dropped = other and bool(position.quarantine)
-    new = Position(position.epoch, batch, quarantine=() if other else position.quarantine, listed=position.listed)
-    return new, Loss(fields=found, epoch=new.epoch, batch=batch, again=again, missed=missed, quarantine_dropped=dropped)
+    again, missed = (None, None) if other_samples else _count_loss(plan, saved, position, batch)
+    dropped = other_samples and bool(position.quarantine)
+    new = Position(
+        position.epoch, batch, quarantine=() if other_samples else position.quarantine, listed=position.listed
+    )
+    return new, Loss(
+        fields=differing, epoch=new.epoch, batch=batch, again=again, missed=missed, quarantine_dropped=dropped
+    )
 
 
 def _batch(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> int:
@@ -93,38 +97,38 @@ def _batch(plan: OrderPlan, saved: Mapping[str, Any], position: Position) -> int
     return min(plan.schedule.batches, position.batch)
 
 
-def _counted(
+def _count_loss(
     plan: OrderPlan, saved: Mapping[str, Any], position: Position, batch: int
 ) -> tuple[int | None, int | None]:
     """The number of clips that are delivered again, and the number that are not delivered."""
     schedule = plan.schedule
-    if isinstance(schedule, (Mixed, MixedBuckets)) and _counts(saved.get("sources")):
+    if isinstance(schedule, (Mixed, MixedBuckets)) and _has_counters(saved.get("sources")):
         taken = schedule.taken(position.epoch, batch)
         moved = [taken[name] - old[2] for name, old in saved["sources"].items()]
         return sum(-n for n in moved if n < 0), sum(n for n in moved if n > 0)
     old = _old_order(plan, saved)
     if old is None or not isinstance(schedule, Plain) or schedule.order.samples > MAX_COUNTED:
         return None, None
-    seen, pending = np.zeros((2, old.samples), np.bool_)
-    seen[old.take(position.epoch, np.arange(min(old.samples, position.batch * old.batch)))] = True
-    rest = schedule.order.samples if not schedule.drop_last else schedule.order.full_batches * schedule.order.batch
-    positions: I64 = np.arange(batch * schedule.order.batch, rest, dtype=np.int64)
+    delivered, pending = np.zeros((2, old.samples), np.bool_)
+    delivered[old.take(position.epoch, np.arange(min(old.samples, position.batch * old.batch)))] = True
+    end = schedule.order.samples if not schedule.drop_last else schedule.order.full_batches * schedule.order.batch
+    positions: I64 = np.arange(batch * schedule.order.batch, end, dtype=np.int64)
     pending[schedule.order.take(position.epoch, positions)] = True
-    return int((seen & pending).sum()), int((~seen & ~pending).sum())
+    return int((delivered & pending).sum()), int((~delivered & ~pending).sum())
 
 
-def _counts(sources: Any) -> bool:
+def _has_counters(sources: Any) -> bool:
     """Whether a state counts the samples of each source; the state of an evaluation does not."""
     return isinstance(sources, dict) and all(isinstance(row[2], int) for row in sources.values())
 
 
 def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
     """The order of the saved state, if it was a plain order of the same clips."""
-    named, clip = saved.get("order"), plan.fingerprint(0, 0).values()["clip"]
-    if not isinstance(named, list) or not _same_parts(saved.get("clip"), clip):
+    saved_order, clip = saved.get("order"), plan.fingerprint(0, 0).values()["clip"]
+    if not isinstance(saved_order, list) or not _same_parts(saved.get("clip"), clip):
         return None
-    built = [one for one in named if isinstance(one, int)]
-    if len(built) not in (0, 3) or not {one for one in named if isinstance(one, str)} <= _WORDS:
+    built = [one for one in saved_order if isinstance(one, int)]
+    if len(built) not in (0, 3) or not {one for one in saved_order if isinstance(one, str)} <= _WORDS:
         return None
     try:
         chunk, lanes, window = built or (1, 1, 1)
@@ -141,15 +145,15 @@ def _old_order(plan: OrderPlan, saved: Mapping[str, Any]) -> Order | None:
         return None
 
 
-def _same_parts(old: Any, here: Any) -> bool:
+def _same_parts(old: Any, current: Any) -> bool:
     """Whether every sample has the same number of parts in both descriptions.
 
     A description contains the length of a part, then the word for how parts start, then the values that determine their
     number.
     """
-    if old == here:
+    if old == current:
         return True
-    if not isinstance(old, list) or not isinstance(here, list):
+    if not isinstance(old, list) or not isinstance(current, list):
         return False
-    word = next((at for at, value in enumerate(here) if isinstance(value, str)), len(here))
-    return here[word:] == old[word:] and here[word : word + 1] in (["random"], ["center"])
+    word = next((at for at, value in enumerate(current) if isinstance(value, str)), len(current))
+    return current[word:] == old[word:] and current[word : word + 1] in (["random"], ["center"])

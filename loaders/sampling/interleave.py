@@ -103,8 +103,8 @@ def golden(period: int) -> int:
 
 def evenly(step: int, modulus: int, factor: int) -> int:
     """A step congruent to `step` modulo `modulus` that distributes points evenly over `modulus * factor` places."""
-    wanted = round(factor * _GOLDEN)
-    near = range(max(0, wanted - _LOOK), min(factor, wanted + _LOOK + 1))
+    ideal = round(factor * _GOLDEN)
+    near = range(max(0, ideal - _LOOK), min(factor, ideal + _LOOK + 1))
     steps = (step + modulus * more for more in near)
     return min(
         (one for one in steps if math.gcd(one, modulus * factor) == 1),
@@ -164,19 +164,19 @@ class Strata:
     def streams(self, number: int, lanes: I64) -> I64:
         """The streams in the slots of `lanes` in batch `number`, one row for each lane."""
         turned = (number * self._step + self.start) % self._circle
-        inside = _spread(np.arange(self._each), self._each) * self._around
-        points = (turned + self._first(lanes)[:, None] + inside) % self._circle
+        inside = _spread(np.arange(self._lane_slots), self._lane_slots) * self._lane_period
+        points = (turned + self._lane_points(lanes)[:, None] + inside) % self._circle
         return np.searchsorted(self._ends, points, side="right").astype(np.int64)
 
     def before(self, streams: I64, number: int, lanes: I64) -> I64:
         """How often `streams` filled the slots of `lanes` in the batches 0 … number-1. The arrays are broadcast."""
         streams, lanes = np.broadcast_arrays(np.asarray(streams, np.int64), np.asarray(lanes, np.int64))
-        cycles, rest = divmod(number, self._around)
+        cycles, rest = divmod(number, self._lane_period)
         length, end = np.asarray(self.quotas, np.int64)[streams] * self.batch, self._ends[streams]
-        point = (self._first(lanes) + self.start % self._around) % self._around + self._circle - end
-        turn, rests = self._step % self._around, np.full(streams.shape, rest)
-        above = floor_sums(rests, self._around, turn, point)
-        below = floor_sums(rests, self._around, turn, point + length)
+        point = (self._lane_points(lanes) + self.start % self._lane_period) % self._lane_period + self._circle - end
+        turn, rests = self._step % self._lane_period, np.full(streams.shape, rest)
+        above = floor_sums(rests, self._lane_period, turn, point)
+        below = floor_sums(rests, self._lane_period, turn, point + length)
         return cycles * length + below - above
 
     def totals(self, number: int) -> I64:
@@ -189,27 +189,27 @@ class Strata:
         return sum(self.quotas)
 
     @cached_property
-    def _each(self) -> int:
+    def _lane_slots(self) -> int:
         return self.batch // self.lanes
 
     @cached_property
-    def _around(self) -> int:
+    def _lane_period(self) -> int:
         """The distance between a lane's points; also the number of batches after which the lanes repeat."""
         return sum(self.quotas) * self.lanes
 
     @cached_property
     def _circle(self) -> int:
-        return self._around * self._each
+        return self._lane_period * self._lane_slots
 
     @cached_property
     def _step(self) -> int:
-        return _turn(sum(self.quotas), self.lanes, self._each)
+        return _golden_step(sum(self.quotas), self.lanes, self._lane_slots)
 
     @cached_property
     def _ends(self) -> I64:
         return np.cumsum(np.asarray(self.quotas, np.int64)) * self.batch
 
-    def _first(self, lanes: I64) -> I64:
+    def _lane_points(self, lanes: I64) -> I64:
         """One point of each lane."""
         return _spread(np.asarray(lanes, np.int64), self.lanes) * sum(self.quotas)
 
@@ -219,22 +219,22 @@ def totals(merged: Sequence[tuple[Strata, int]]) -> list[I64]:
 
     Strata with quotas of one sum are computed together, which takes a fraction of the time.
     """
-    found: list[I64] = [np.zeros(0, np.int64)] * len(merged)
+    results: list[I64] = [np.zeros(0, np.int64)] * len(merged)
     alike: dict[tuple[int, int], list[int]] = {}
     for place, (strata, _) in enumerate(merged):
         alike.setdefault((strata._period, strata._step % strata._period), []).append(place)
     for (period, step), places in alike.items():
-        own = [merged[place] for place in places]
-        sizes = [len(strata.quotas) for strata, _ in own]
-        counts = np.repeat([number % period for _, number in own], sizes)
-        cycles = np.repeat([number // period for _, number in own], sizes)
-        lengths = np.concatenate([np.asarray(strata.quotas, np.int64) * strata.batch for strata, _ in own])
+        group = [merged[place] for place in places]
+        sizes = [len(strata.quotas) for strata, _ in group]
+        counts = np.repeat([number % period for _, number in group], sizes)
+        cycles = np.repeat([number // period for _, number in group], sizes)
+        lengths = np.concatenate([np.asarray(strata.quotas, np.int64) * strata.batch for strata, _ in group])
         # the points of all lanes are `period` apart, so one floor counts those of a batch before a place on the circle
-        above = np.concatenate([strata.start % period + strata._circle - strata._ends for strata, _ in own])
+        above = np.concatenate([strata.start % period + strata._circle - strata._ends for strata, _ in group])
         sums = floor_sums(counts, period, step, above + lengths) - floor_sums(counts, period, step, above)
         for place, part in zip(places, np.split(cycles * lengths + sums, np.cumsum(sizes)[:-1]), strict=True):
-            found[place] = part
-    return found
+            results[place] = part
+    return results
 
 
 def _spread(places: I64, count: int) -> I64:
@@ -242,12 +242,12 @@ def _spread(places: I64, count: int) -> I64:
 
     It reverses the digits of a number, in the mixed radix of the prime factors of `count`.
     """
-    rest, unit, found = places, count, np.zeros_like(places)
+    digits, unit, spread = places, count, np.zeros_like(places)
     for factor in _factors(count):
         unit //= factor
-        found += rest % factor * golden(factor) % factor * unit
-        rest = rest // factor
-    return found
+        spread += digits % factor * golden(factor) % factor * unit
+        digits = digits // factor
+    return spread
 
 
 @lru_cache(maxsize=64)
@@ -256,19 +256,19 @@ def _factors(number: int) -> tuple[int, ...]:
 
     If a world size is a power of two that divides `number`, each rank then has a complete block of the reversed order.
     """
-    found, factor = list[int](), 2
+    factors, factor = list[int](), 2
     while factor * factor <= number:
         while number % factor == 0:
-            found.append(factor)
+            factors.append(factor)
             number //= factor
         factor += 1
-    return tuple(sorted([*found, *([number] if number > 1 else [])], reverse=True))
+    return tuple(sorted([*factors, *([number] if number > 1 else [])], reverse=True))
 
 
 @lru_cache(maxsize=64)
-def _turn(period: int, lanes: int, each: int) -> int:
+def _golden_step(period: int, lanes: int, lane_slots: int) -> int:
     """A step chosen by the golden ratio modulo `period`, `period * lanes` and `period * lanes * each`."""
     step, modulus = golden(period), period
-    for factor in (lanes, each):
+    for factor in (lanes, lane_slots):
         step, modulus = evenly(step, modulus, factor), modulus * factor
     return step

@@ -65,8 +65,8 @@ class Turns:
         number = segment_at(self.segments, step)
         place = np.array([step - self.segments[number].step])
         stream = self._interleaves[number].stream(place, self.offset)
-        before = self._interleaves[number].before(stream, place, self.offset)
-        return int(stream[0]), int(self._bases[number][stream[0]] + before[0])
+        earlier_turns = self._interleaves[number].before(stream, place, self.offset)
+        return int(stream[0]), int(self._bases[number][stream[0]] + earlier_turns[0])
 
     def counts(self, step: int) -> I64:
         """The number of turns that each bucket had before `step`."""
@@ -126,14 +126,14 @@ class MixedBuckets:
         """
         totals = {name: sum(cell.virtual for cell in cells) for name, cells in sources.items()}
         segments = segments_of(tuple(sources), totals if weights is None else weights, temperature)
-        there = [b for b in range(len(batches)) if any(cells[b].samples for cells in sources.values())]
-        amounts = [[cells[b].virtual for cells in sources.values()] for b in there]
+        used_buckets = [b for b in range(len(batches)) if any(cells[b].samples for cells in sources.values())]
+        amounts = [[cells[b].virtual for cells in sources.values()] for b in used_buckets]
         rates = [_rates(amounts, list(totals.values()), segment.quotas) for segment in segments]
         turns = Turns(
             tuple(
                 Segment(
                     segment.step,
-                    apportion([sum(row) * _SCALE // batches[b] for row, b in zip(rate, there, strict=True)]),
+                    apportion([sum(row) * _SCALE // batches[b] for row, b in zip(rate, used_buckets, strict=True)]),
                 )
                 for segment, rate in zip(segments, rates, strict=True)
             ),
@@ -143,16 +143,16 @@ class MixedBuckets:
             Mixed.by_segments(
                 {name: cells[b] for name, cells in sources.items() if cells[b].samples},
                 batches[b],
-                _inside(turns, segments, [rate[place] for rate in rates], place, amounts[place]),
+                _segments_in_bucket(turns, segments, [rate[place] for rate in rates], place, amounts[place]),
                 seed=seed,
                 shuffle=shuffle,
                 batches=_ENDLESS,
             )
-            for place, b in enumerate(there)
+            for place, b in enumerate(used_buckets)
         )
-        fill = sum(sum(row) // batches[b] for row, b in zip(amounts, there, strict=True))
+        fill = sum(sum(row) // batches[b] for row, b in zip(amounts, used_buckets, strict=True))
         length = length_of(epoch_batches, fill)
-        return cls(tuple(sources), mixtures, tuple(there), turns, segments, length, short(key_of(*numbers)))
+        return cls(tuple(sources), mixtures, tuple(used_buckets), turns, segments, length, short(key_of(*numbers)))
 
     @property
     def streams(self) -> list[tuple[str, int]]:
@@ -174,18 +174,18 @@ class MixedBuckets:
         """The part of `rank` in batch `number` of the mixture's `epoch`. All of it belongs to one bucket."""
         if not 0 <= number < self.batches:
             raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
-        place, before = self.turns.at(epoch * self.batches + number)
-        inside = self.mixtures[place].share(0, before, rank, world_size)
-        first = sum(len(mixed.names) for mixed in self.mixtures[:place])
+        place, batch = self.turns.at(epoch * self.batches + number)
+        inside = self.mixtures[place].share(0, batch, rank, world_size)
+        first_stream = sum(len(mixed.names) for mixed in self.mixtures[:place])
         return Share(
-            inside.stream + first, inside.epoch, inside.virtual, sizes=inside.sizes, bucket=self.numbers[place]
+            inside.stream + first_stream, inside.epoch, inside.virtual, sizes=inside.sizes, bucket=self.numbers[place]
         )
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
         """How many samples each source has given before batch `number` of `epoch`."""
-        before = self.turns.counts(epoch * self.batches + number).tolist()
+        turns = self.turns.counts(epoch * self.batches + number).tolist()
         counts = np.zeros(len(self.names), np.int64)
-        np.add.at(counts, self._sources, np.concatenate(taken_before(list(zip(self.mixtures, before, strict=True)))))
+        np.add.at(counts, self._sources, np.concatenate(taken_before(list(zip(self.mixtures, turns, strict=True)))))
         return dict(zip(self.names, counts.tolist(), strict=True))
 
     def described(self, epoch: int = 0, number: int = 0) -> dict[str, Any]:
@@ -212,15 +212,15 @@ def apportion(values: Sequence[int]) -> tuple[int, ...]:
     A value above 0 gets at least 1.
     """
     total = sum(values)
-    whole = [value * RESOLUTION // total for value in values]
+    parts = [value * RESOLUTION // total for value in values]
     by_rest = sorted(range(len(values)), key=lambda n: (-(values[n] * RESOLUTION % total), n))
-    for number in by_rest[: RESOLUTION - sum(whole)]:
-        whole[number] += 1
+    for number in by_rest[: RESOLUTION - sum(parts)]:
+        parts[number] += 1
     for number, value in enumerate(values):
-        if value and not whole[number]:
-            whole[number] = 1
-            whole[whole.index(max(whole))] -= 1
-    return tuple(whole)
+        if value and not parts[number]:
+            parts[number] = 1
+            parts[parts.index(max(parts))] -= 1
+    return tuple(parts)
 
 
 def _rates(amounts: Rates, totals: Sequence[int], quotas: Sequence[int]) -> Rates:
@@ -237,21 +237,21 @@ def _rates(amounts: Rates, totals: Sequence[int], quotas: Sequence[int]) -> Rate
     ]
 
 
-def _inside(
+def _segments_in_bucket(
     turns: Turns, segments: Sequence[Segment], rates: Rates, place: int, amounts: Sequence[int]
 ) -> tuple[Segment, ...]:
     """The segments of the mixture in the bucket at `place`.
 
     A segment's step is the batch of the bucket from which the sources have these shares.
     """
-    own = [amount > 0 for amount in amounts]
-    found = list[Segment]()
+    has_samples = [amount > 0 for amount in amounts]
+    bucket_segments = list[Segment]()
     for segment, rate in zip(segments, rates, strict=True):
-        wanted = [value for value, mine in zip(rate, own, strict=True) if mine]
-        if not any(wanted):
+        shares = [value for value, mine in zip(rate, has_samples, strict=True) if mine]
+        if not any(shares):
             continue  # the bucket has no turns in this segment
         step = int(turns.counts(segment.step)[place])
-        if found and found[-1].step == step:
-            found.pop()  # the bucket had no turns in that segment
-        found.append(Segment(step, apportion(wanted)))
-    return tuple(found) or (Segment(0, apportion([value for value in amounts if value])),)
+        if bucket_segments and bucket_segments[-1].step == step:
+            bucket_segments.pop()  # the bucket had no turns in that segment
+        bucket_segments.append(Segment(step, apportion(shares)))
+    return tuple(bucket_segments) or (Segment(0, apportion([value for value in amounts if value])),)

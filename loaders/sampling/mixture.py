@@ -167,8 +167,8 @@ class Mixed:
         batches: int,
     ) -> Mixed:
         """Create one from known segments, with epochs of `batches` batches. The other arguments are those of `of`."""
-        wanted = [population.order(batch, 0, False) for population in sources.values()]
-        lanes = lanes_for(batch, max(-(-order.samples // order.chunk) for order in wanted))
+        unshuffled = [population.order(batch, 0, False) for population in sources.values()]
+        lanes = lanes_for(batch, max(-(-order.samples // order.chunk) for order in unshuffled))
         orders = tuple(
             population.order(lanes, int(key_of(_SOURCE, seed, *name.encode())[0]), shuffle)
             for name, population in sources.items()
@@ -180,16 +180,16 @@ class Mixed:
         if not 0 <= number < self.batches:
             raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
         slots = np.asarray(part(self.batch, rank, world_size), np.int64)
-        each = self.batch // self.lanes
+        lane_slots = self.batch // self.lanes
         step = epoch * self.batches + number
         segment = segment_at(self.segments, step)
-        strata, since = self._strata[segment], step - self.segments[segment].step
-        lane = slots // each
+        strata, elapsed = self._strata[segment], step - self.segments[segment].step
+        lane = slots // lane_slots
         lanes, row = np.unique(lane, return_inverse=True)
-        streams = strata.streams(since, lanes)
-        stream, earlier = streams[row, slots % each], _earlier(streams)[row, slots % each]
-        pick = self._bases[segment][lane, stream] + strata.before(stream, since, lane) + earlier
-        own_epoch, virtual = self._of_sources(stream, pick, lane)
+        streams = strata.streams(elapsed, lanes)
+        stream, earlier = streams[row, slots % lane_slots], _earlier_in_row(streams)[row, slots % lane_slots]
+        pick = self._bases[segment][lane, stream] + strata.before(stream, elapsed, lane) + earlier
+        own_epoch, virtual = self._epochs_and_samples(stream, pick, lane)
         return Share(stream, own_epoch, virtual, sizes=sizes(self.batch, world_size))
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
@@ -210,12 +210,12 @@ class Mixed:
     def _order_digest(self) -> str:
         return orders_digest(self.orders, self.lanes, MERGED)
 
-    def _of_sources(self, stream: I64, pick: I64, lane: I64) -> tuple[I64, I64]:
+    def _epochs_and_samples(self, stream: I64, pick: I64, lane: I64) -> tuple[I64, I64]:
         """Epoch and virtual sample of the `pick`-th sample that `lane` takes from each `stream`."""
         epochs, virtual = np.empty_like(stream), np.empty_like(stream)
         for source in np.unique(stream).tolist():
             at = stream == source
-            epochs[at], virtual[at] = _endless(self.orders[source], pick[at] * self.lanes + lane[at])
+            epochs[at], virtual[at] = _across_epochs(self.orders[source], pick[at] * self.lanes + lane[at])
         return epochs, virtual
 
     @cached_property
@@ -248,18 +248,18 @@ def taken_before(mixtures: Sequence[tuple[Mixed, int]]) -> list[I64]:
     return [np.sum([next(counted) for _ in range(last + 1)], axis=0) for last in segments]
 
 
-def _earlier(streams: I64) -> I64:
+def _earlier_in_row(streams: I64) -> I64:
     """How often each slot's stream occurs in earlier slots of its row."""
     order = np.argsort(streams, axis=1, kind="stable")
     ordered = np.take_along_axis(streams, order, axis=1)
     places = np.broadcast_to(np.arange(streams.shape[1]), streams.shape)
-    first = np.where(np.diff(ordered, axis=1, prepend=-1) != 0, places, 0)
+    run_starts = np.where(np.diff(ordered, axis=1, prepend=-1) != 0, places, 0)
     earlier = np.empty_like(streams)
-    np.put_along_axis(earlier, order, places - np.maximum.accumulate(first, axis=1), axis=1)
+    np.put_along_axis(earlier, order, places - np.maximum.accumulate(run_starts, axis=1), axis=1)
     return earlier
 
 
-def _endless(order: Order, places: I64) -> tuple[I64, I64]:
+def _across_epochs(order: Order, places: I64) -> tuple[I64, I64]:
     """Epoch and sample at `places` of all epochs in a row.
 
     Each batch is rotated, so that place i always belongs to lane i mod batch.
@@ -313,8 +313,8 @@ def segments_of(
     if isinstance(weights, Mapping):
         changes = [(0, checked("weights", weights, dict[str, float]))]
     else:
-        wanted = "a dict such as {'a': 1, 'b': 3}, or a list of (step, dict)"
-        changes = checked("weights", weights, list[tuple[int, dict[str, float]]], wanted)
+        expected = "a dict such as {'a': 1, 'b': 3}, or a list of (step, dict)"
+        changes = checked("weights", weights, list[tuple[int, dict[str, float]]], expected)
     if not 1 <= len(changes) <= MAX_SEGMENTS:
         raise UsageError(f"weights change {len(changes)} times", hint=f"1 to {MAX_SEGMENTS} segments can be")
     steps = [step for step, _ in changes]
@@ -335,17 +335,17 @@ def quotas(names: Sequence[str], weights: Weights, temperature: float = 1.0) -> 
             )
         if not (math.isfinite(weights[name]) and weights[name] >= 0):
             raise UsageError(f"the weight of {name!r} is {weights[name]!r}", hint="weights are numbers from 0 on")
-    most = max(weights.values())
-    if most <= 0:
+    largest = max(weights.values())
+    if largest <= 0:
         raise UsageError("all weights are 0", hint="give some source a positive one")
-    shares = np.array([(weights[name] / most) ** (1 / temperature) if weights[name] else 0.0 for name in names])
+    shares = np.array([(weights[name] / largest) ** (1 / temperature) if weights[name] else 0.0 for name in names])
     exact = shares / shares.sum() * RESOLUTION
-    whole = np.floor(exact).astype(np.int64)
-    for source in np.argsort(whole - exact, kind="stable")[: RESOLUTION - int(whole.sum())]:
-        whole[source] += 1
-    for name, quota in zip(names, whole.tolist(), strict=True):
+    counts = np.floor(exact).astype(np.int64)
+    for source in np.argsort(counts - exact, kind="stable")[: RESOLUTION - int(counts.sum())]:
+        counts[source] += 1
+    for name, quota in zip(names, counts.tolist(), strict=True):
         if weights[name] and not quota:
             raise UsageError(
                 f"the weight of {name!r} is below one in {RESOLUTION} of all", hint="leave it out, or raise it"
             )
-    return tuple(whole.tolist())
+    return tuple(counts.tolist())

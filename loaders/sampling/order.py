@@ -147,11 +147,11 @@ class Order:
         number, clip = divmod(sample, clips)
         total = self.samples // clips
         size = min(total, max(self.chunk // clips, NEIGHBOURS))
-        first = min(number // size * size, total - size)
+        start = min(number // size * size, total - size)
         if attempt >= size - 1:
             return None
         step = int(permute(np.array([attempt]), size - 1, key_of(_SUBSTITUTE, number))[0]) + 1
-        return (first + (number - first + step) % size) * clips + clip
+        return (start + (number - start + step) % size) * clips + clip
 
     # -- positions to lanes
 
@@ -160,7 +160,7 @@ class Order:
 
         Places that a short lane lacks are taken from others.
         """
-        owed, share = self._owed, self.batch // self.lanes
+        owed, share = self._lane_quota, self.batch // self.lanes
         number, slot = positions // self.batch, positions % self.batch
         lane = slot // share
         place = number * share + slot % share
@@ -177,7 +177,7 @@ class Order:
         )
 
     @cached_property
-    def _owed(self) -> int:
+    def _lane_quota(self) -> int:
         return self.full_batches * self.batch // self.lanes
 
     @cached_property
@@ -185,13 +185,13 @@ class Order:
         return -(-self.samples // self.chunk)
 
     @cached_property
-    def _deal(self) -> U64:
+    def _deal_key(self) -> U64:
         return key_of(_DEAL)
 
     @cached_property
-    def _short(self) -> tuple[int, int, int]:
+    def _short_chunk(self) -> tuple[int, int, int]:
         """Lane of the last chunk, its number in that lane, and how many samples it lacks."""
-        dealt = int(permute(np.array([self._chunks - 1]), self._chunks, self._deal)[0])
+        dealt = int(permute(np.array([self._chunks - 1]), self._chunks, self._deal_key)[0])
         return dealt % self.lanes, dealt // self.lanes, self._chunks * self.chunk - self.samples
 
     @cached_property
@@ -201,17 +201,17 @@ class Order:
     @cached_property
     def _lane_samples(self) -> I64:
         samples = self._lane_chunks * self.chunk
-        lane, _, lacking = self._short
+        lane, _, lacking = self._short_chunk
         samples[lane] -= lacking
         return samples
 
     @cached_property
     def _deficit_before(self) -> I64:
-        return _sums_before(np.maximum(self._owed - self._lane_samples, 0))
+        return _sums_before(np.maximum(self._lane_quota - self._lane_samples, 0))
 
     @cached_property
     def _surplus_before(self) -> I64:
-        return _sums_before(np.maximum(self._lane_samples - self._owed, 0))
+        return _sums_before(np.maximum(self._lane_samples - self._lane_quota, 0))
 
     # -- inside a lane
 
@@ -229,24 +229,24 @@ class Order:
         mixed = start + permute(place - start, end - start, key)
         chunk_at, offset = self._chunk_at(lane, mixed, short_at)
         inside = unpermute(chunk_at, self._lane_chunks[lane], key_of(_CHUNKS, self.seed, epoch, lane))
-        return unpermute(inside * self.lanes + lane, self._chunks, self._deal) * self.chunk + offset
+        return unpermute(inside * self.lanes + lane, self._chunks, self._deal_key) * self.chunk + offset
 
     def _short_place(self, epoch: int) -> int:
         """The place of the short chunk in its lane's chunk order of this epoch."""
-        lane, inside, _ = self._short
+        lane, inside, _ = self._short_chunk
         key = key_of(_CHUNKS, self.seed, epoch, lane)
         return int(permute(np.array([inside]), int(self._lane_chunks[lane]), key)[0])
 
     def _start_of(self, lane: I64, chunk_at: I64, short_at: int) -> I64:
         """The place in its lane at which the chunk at `chunk_at` begins."""
-        short_lane, _, lacking = self._short
+        short_lane, _, lacking = self._short_chunk
         return chunk_at * self.chunk - np.where((lane == short_lane) & (chunk_at > short_at), lacking, 0)
 
     def _chunk_at(self, lane: I64, place: I64, short_at: int) -> tuple[I64, I64]:
         """Which chunk in its lane's order holds `place`, and the offset in that chunk."""
-        short_lane, _, lacking = self._short
-        after = (lane == short_lane) & (place >= (short_at + 1) * self.chunk - lacking)
-        place = place + np.where(after, lacking, 0)
+        short_lane, _, lacking = self._short_chunk
+        past_short_chunk = (lane == short_lane) & (place >= (short_at + 1) * self.chunk - lacking)
+        place = place + np.where(past_short_chunk, lacking, 0)
         return place // self.chunk, place % self.chunk
 
 

@@ -124,8 +124,8 @@ class Packed:
         """The pieces of one sequence."""
         if not 0 <= number < len(self):
             raise UsageError(f"there is no sequence {number}", hint=f"they are numbered 0 to {len(self) - 1}")
-        first, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
-        columns = (column[first:end].tolist() for column in (self.samples, self.starts, self.lengths))
+        start, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
+        columns = (column[start:end].tolist() for column in (self.samples, self.starts, self.lengths))
         return tuple(Piece(*values) for values in zip(*columns, strict=True))
 
     @cached_property
@@ -173,8 +173,8 @@ def pack(lengths: Sequence[int] | I64, packing: Packing, key: U64 | None = None)
         raise UsageError("there is no recording to pack", hint="are all of them longer than the capacity?")
     chosen, ends = list[int](), list[int]()
     sequence = np.arange(len(samples)) if key is None else _shuffled(len(samples), packing.lookahead * GROUP, key)
-    for first in range(0, len(samples), packing.lookahead):
-        window = np.sort(sequence[first : first + packing.lookahead])
+    for start in range(0, len(samples), packing.lookahead):
+        window = np.sort(sequence[start : start + packing.lookahead])
         for bin_ in _best_fit(sizes[window].tolist(), packing.capacity):
             chosen.extend(window[sorted(bin_)].tolist())
             ends.append(len(chosen))
@@ -202,9 +202,9 @@ def _shuffled(count: int, group: int, key: U64) -> I64:
 
 def _pieces(samples: I64, lengths: I64, capacity: int) -> tuple[I64, I64, I64]:
     """Cut recordings into pieces, and return the pieces' recordings, starts and lengths."""
-    each = -(-lengths // capacity)
-    owners = np.repeat(np.arange(len(samples)), each)
-    nth = np.arange(len(owners)) - np.repeat(np.cumsum(each) - each, each)
+    counts = -(-lengths // capacity)
+    owners = np.repeat(np.arange(len(samples)), counts)
+    nth = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = nth * capacity
     return samples[owners], starts, np.minimum(capacity, lengths[owners] - starts)
 
@@ -216,13 +216,13 @@ def _best_fit(sizes: list[int], capacity: int) -> Iterator[list[int]]:
     for piece in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
         at = bisect_left(room, (sizes[piece], -1))
         if at < len(room):
-            left, number = room.pop(at)
+            remaining, number = room.pop(at)
         else:
-            left, number = capacity, len(bins)
+            remaining, number = capacity, len(bins)
             bins.append([])
         bins[number].append(piece)
-        if left > sizes[piece]:
-            insort(room, (left - sizes[piece], number))
+        if remaining > sizes[piece]:
+            insort(room, (remaining - sizes[piece], number))
     return iter(sorted(bins, key=min))
 
 
@@ -242,9 +242,9 @@ class PackedStream(Stream, frozen=True, eq=False):
     packed: Packed | None = None
 
     @classmethod
-    def from_(cls, stream: Stream, how: Pack, key: U64 | None = None) -> PackedStream:
+    def from_(cls, stream: Stream, spec: Pack, key: U64 | None = None) -> PackedStream:
         """Pack the recordings of a stream. `key` seeds the shuffle of pieces; None packs them in order."""
-        packed = pack(how.lengths(stream), how.packing, key)
+        packed = pack(spec.lengths(stream), spec.packing, key)
         return cls(stream.dataset, stream.ids, stream.parts, stream.source, packed)
 
     @property
@@ -272,17 +272,21 @@ class RepackedStream(PackedStream, frozen=True, eq=False):
     epochs: Callable[[int], Packed] | None = None
 
     @classmethod
-    def repacked(cls, stream: Stream, how: Pack, key_at: Callable[[int], U64]) -> RepackedStream:
+    def repacked(cls, stream: Stream, spec: Pack, key_at: Callable[[int], U64]) -> RepackedStream:
         """Pack a stream for each epoch. `key_at` returns the key of an epoch."""
-        lengths = how.lengths(stream)
-        first = with_spare_sequences(pack(lengths, how.packing, key_at(0)))
+        lengths = spec.lengths(stream)
+        first_packing = with_spare_sequences(pack(lengths, spec.packing, key_at(0)))
 
         @functools.lru_cache(maxsize=2)
         def of(epoch: int) -> Packed:
-            other = first if epoch == 0 else stretched(pack(lengths, how.packing, key_at(epoch)), len(first))
-            return first if other is None else other
+            packing = (
+                first_packing
+                if epoch == 0
+                else stretched(pack(lengths, spec.packing, key_at(epoch)), len(first_packing))
+            )
+            return first_packing if packing is None else packing
 
-        return cls(stream.dataset, stream.ids, stream.parts, stream.source, first, of)
+        return cls(stream.dataset, stream.ids, stream.parts, stream.source, first_packing, of)
 
     def at(self, epoch: int) -> Packed:
         assert self.epochs is not None
@@ -300,8 +304,8 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
         rows = list(zip(share.stream.tolist(), share.epoch.tolist(), share.virtual.tolist(), strict=True))
         refs = dict[int, list[SampleRef]]()
         for number in np.unique(share.stream).tolist():
-            mine = [(row, own_epoch, v) for row, (stream, own_epoch, v) in enumerate(rows) if stream == number]
-            refs.update(self._pieces(number, mine))
+            own_rows = [(row, own_epoch, v) for row, (stream, own_epoch, v) in enumerate(rows) if stream == number]
+            refs.update(self._pieces(number, own_rows))
         return [ref for row in range(len(rows)) for ref in refs[row]]
 
     def substitute(self, ref: SampleRef, attempt: int) -> SampleRef | None:
@@ -312,11 +316,11 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
         stream, seed = self.streams[number], self.schedule.orders[number].seed
         assert isinstance(stream, PackedStream)
         sequences = [stream.at(epoch).sequence(virtual) for _, epoch, virtual in rows]
-        wanted = sorted({stream.ids[piece.sample] for sequence in sequences for piece in sequence})
-        samples = dict(zip(wanted, stream.dataset.samples(wanted), strict=True))
-        found = dict[int, list[SampleRef]]()
+        ids = sorted({stream.ids[piece.sample] for sequence in sequences for piece in sequence})
+        samples = dict(zip(ids, stream.dataset.samples(ids), strict=True))
+        refs_by_row = dict[int, list[SampleRef]]()
         for (row, epoch, virtual), sequence in zip(rows, sequences, strict=True):
-            found[row] = [
+            refs_by_row[row] = [
                 SampleRef(
                     epoch,
                     virtual,
@@ -329,7 +333,7 @@ class PackedPlan(OrderPlan, frozen=True, eq=False):
                 )
                 for piece, span in _spans(row, sequence)
             ]
-        return found
+        return refs_by_row
 
 
 class RepackedPlan(PackedPlan, frozen=True, eq=False):

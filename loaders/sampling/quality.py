@@ -90,7 +90,7 @@ def quality(
         return order.take(epoch, places)
 
     taken = ours(positions)
-    few = order.samples <= MAX_READS
+    measures_reads = order.samples <= MAX_READS
     return Quality(
         samples=order.samples,
         batch=size,
@@ -98,8 +98,8 @@ def quality(
         groups=int(labels.max()) + 1,
         order=_figures(positions, taken, size, labels, order.samples),
         full=_figures(positions, full(positions), size, labels, order.samples),
-        reads={n: _reads(order, ours, n) for n in nodes if few},
-        full_reads={n: _reads(order, full, n) for n in nodes if few},
+        reads={n: _reads(order, ours, n) for n in nodes if measures_reads},
+        full_reads={n: _reads(order, full, n) for n in nodes if measures_reads},
         picture=_picture(positions, taken, order.samples),
     )
 
@@ -125,8 +125,8 @@ class Balance:
 def balance(mixed: Mixed, *, batches: int = 256) -> Balance:
     """Measure evenly spaced batches of the first epoch of a mixture, with the weights of its first segment."""
     weights = mixed.segments[0]
-    last = mixed.batches if len(mixed.segments) == 1 else min(mixed.batches, mixed.segments[1].step)
-    numbers = np.unique(np.linspace(0, last - 1, min(batches, last)).astype(np.int64)).tolist()
+    batch_count = mixed.batches if len(mixed.segments) == 1 else min(mixed.batches, mixed.segments[1].step)
+    numbers = np.unique(np.linspace(0, batch_count - 1, min(batches, batch_count)).astype(np.int64)).tolist()
     taken = np.concatenate([mixed.share(0, number).stream for number in numbers])
     draws = key_of(_FULL, mixed.seed, np.arange(len(taken))) % np.uint64(RESOLUTION)
     drawn = np.searchsorted(np.cumsum(weights.quotas), draws.astype(np.int64), side="right").astype(np.int64)
@@ -137,8 +137,8 @@ def balance(mixed: Mixed, *, batches: int = 256) -> Balance:
         shares=dict(zip(mixed.names, shares.tolist(), strict=True)),
         entropy=batch_entropy(taken, mixed.batch),
         drawn_entropy=batch_entropy(drawn, mixed.batch),
-        away=_away(taken, mixed.batch, shares),
-        drawn_away=_away(drawn, mixed.batch, shares),
+        away=_largest_deviation(taken, mixed.batch, shares),
+        drawn_away=_largest_deviation(drawn, mixed.batch, shares),
     )
 
 
@@ -153,16 +153,16 @@ class BucketBalance:
 
 def bucket_balances(mixed: MixedBuckets, *, batches: int = 256) -> list[BucketBalance]:
     """Measure every bucket that has a batch in the first epoch, with the weights of the first segment."""
-    last = mixed.batches if len(mixed.segments) == 1 else min(mixed.batches, mixed.segments[1].step)
-    turns = mixed.turns.counts(last).tolist()
+    batch_count = mixed.batches if len(mixed.segments) == 1 else min(mixed.batches, mixed.segments[1].step)
+    turns = mixed.turns.counts(batch_count).tolist()
     return [
-        BucketBalance(bucket, count / last, balance(replace(inside, batches=count), batches=batches))
+        BucketBalance(bucket, count / batch_count, balance(replace(inside, batches=count), batches=batches))
         for bucket, count, inside in zip(mixed.numbers, turns, mixed.mixtures, strict=True)
         if count
     ]
 
 
-def _away(streams: I64, size: int, shares: npt.NDArray[np.float64]) -> float:
+def _largest_deviation(streams: I64, size: int, shares: npt.NDArray[np.float64]) -> float:
     """The largest difference between a source's number of samples in a batch and its share of the batch."""
     rows = streams.reshape(-1, size)
     counts = np.stack([(rows == source).sum(axis=1) for source in range(len(shares))], axis=1)
@@ -209,10 +209,10 @@ def _reads(order: Order, take: Callable[[I64], I64], nodes: int) -> float:
     bounds = np.array([order.batch * node // nodes for node in range(1, nodes)], np.int64)
     node = np.searchsorted(bounds, positions % order.batch, side="right")
     chunks = -(-order.samples // order.chunk)
-    read = np.zeros(nodes * chunks, np.bool_)
-    read[node * chunks + take(positions) // order.chunk] = True
-    there = len(np.unique(take(positions) // order.chunk))
-    return float(read.sum() / there)
+    was_read = np.zeros(nodes * chunks, np.bool_)
+    was_read[node * chunks + take(positions) // order.chunk] = True
+    chunk_count = len(np.unique(take(positions) // order.chunk))
+    return float(was_read.sum() / chunk_count)
 
 
 def _picture(

@@ -126,10 +126,10 @@ class Population(msgspec.Struct, frozen=True):
 
     def order(self, batch: int, seed: int, shuffle: bool) -> Order:
         """The order of this population in batches of `batch`."""
-        made = Order.of(
+        base = Order.of(
             self.samples, batch, sample_bytes=self.sample_bytes, seed=seed, shuffle=shuffle, clips=self.clips
         )
-        return replace(made, samples=self.virtual)
+        return replace(base, samples=self.virtual)
 
 
 class Plain(msgspec.Struct, frozen=True):
@@ -166,22 +166,22 @@ class Plain(msgspec.Struct, frozen=True):
         }
 
 
-def _ahead(order: Order, epoch: int, number: int, rank: int, world_size: int) -> I64:
+def _batch_from_block(order: Order, epoch: int, number: int, rank: int, world_size: int) -> I64:
     """The result of `order.batch_of`, computed for several batches together.
 
     numpy needs as long for one position as for a hundred.
     """
-    each = max(1, AT_ONCE * world_size // order.batch)
-    found = _few(order, epoch, number // each * each, each, rank, world_size)
-    at = number % each
-    return found[at] if at < len(found) else order.batch_of(epoch, number, rank, world_size)
+    block_size = max(1, AT_ONCE * world_size // order.batch)
+    block = _batch_block(order, epoch, number // block_size * block_size, block_size, rank, world_size)
+    at = number % block_size
+    return block[at] if at < len(block) else order.batch_of(epoch, number, rank, world_size)
 
 
 @lru_cache(maxsize=8)
-def _few(order: Order, epoch: int, first: int, count: int, rank: int, world_size: int) -> tuple[I64, ...]:
+def _batch_block(order: Order, epoch: int, first: int, count: int, rank: int, world_size: int) -> tuple[I64, ...]:
     """`count` batches from batch `first` on, or as many as exist."""
-    last = min(first + count, order.full_batches + bool(order.tail))
-    slots = [order.slots(number, rank, world_size) for number in range(first, last)]
+    end = min(first + count, order.full_batches + bool(order.tail))
+    slots = [order.slots(number, rank, world_size) for number in range(first, end)]
     if not slots:
         return ()
     virtual = order.take(epoch, np.concatenate(slots))
@@ -204,8 +204,8 @@ def ordered_share(
 
     With `ahead`, the following batches are computed too, and cached.
     """
-    where = (epoch, number, rank, world_size)
-    virtual = _ahead(order, *where) if ahead else order.batch_of(*where)
+    position = (epoch, number, rank, world_size)
+    virtual = _batch_from_block(order, *position) if ahead else order.batch_of(*position)
     size = order.batch if number < order.full_batches else order.tail
     return Share(
         np.full(len(virtual), stream, np.int64),
@@ -216,9 +216,9 @@ def ordered_share(
     )
 
 
-def orders_digest(orders: Sequence[Order], *more: int) -> str:
+def orders_digest(orders: Sequence[Order], *values: int) -> str:
     """A digest of the orders of several streams, without their number of samples and seed."""
-    return short(key_of(*(n for o in orders for n in (o.chunk, o.lanes, o.window, o.shuffle)), *more))
+    return short(key_of(*(n for o in orders for n in (o.chunk, o.lanes, o.window, o.shuffle)), *values))
 
 
 def part(size: int, rank: int, world_size: int) -> range:
@@ -273,9 +273,9 @@ class Evaluation:
         if not 0 <= number < self.batches:
             raise UsageError(f"batch {number} is outside the epoch's {self.batches} batches")
         stream = bisect_right(self._ends, number)
-        first = self._ends[stream - 1] if stream else 0
+        first_batch = self._ends[stream - 1] if stream else 0
         bucket = self.buckets[stream] if self.buckets else None
-        return ordered_share(self.orders[stream], stream, 0, number - first, rank, world_size, bucket)
+        return ordered_share(self.orders[stream], stream, 0, number - first_batch, rank, world_size, bucket)
 
     def taken(self, epoch: int, number: int) -> dict[str, int]:
         return {}

@@ -122,14 +122,14 @@ def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
     known_bad = [[source, number] if mixture else number for source, number in position.quarantine]
     listed = [] if position.listed is None else ["{}:{}".format(*position.listed)]
     values = fingerprint.values()
-    first = [values.pop(name) for name in _FIRST if name in values]
-    values["order"] = [*first, *values["order"]]
+    leading = [values.pop(name) for name in _FIRST if name in values]
+    values["order"] = [*leading, *values["order"]]
     state = values | {"epoch": position.epoch, "batch": position.batch, "quarantine": listed}
     if _bytes(state) >= MAX_BYTES:
         state["clip"] = _stand_in(state["clip"])
     if _bytes(state) >= MAX_BYTES:
-        first = [_stand_in(one) if isinstance(one, str) else one for one in first]
-        state["order"] = [*first, _stand_in(values["order"][len(first) :])]
+        leading = [_stand_in(one) if isinstance(one, str) else one for one in leading]
+        state["order"] = [*leading, _stand_in(values["order"][len(leading) :])]
     return state | {"quarantine": [*listed, *known_bad]}
 
 
@@ -182,49 +182,49 @@ def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
     if (
         "buckets" not in fields and isinstance(fields.get("order"), list) and fields["order"]
     ):  # old states have them as separate fields
-        first, *fields["order"] = fields["order"]
-        fields["buckets" if isinstance(first, str) else "global_batch"] = first
+        leading, *fields["order"] = fields["order"]
+        fields["buckets" if isinstance(leading, str) else "global_batch"] = leading
     return fields, position
 
 
-def resolved(here: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The saved fields. Digests that match values of `here` are replaced by these values."""
-    found = dict(saved)
-    for name in {"clip", "order", "buckets"} & set(here) & set(saved):
-        stand_in = _stand_in(here[name])
+def resolved(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved fields. Digests that match values of `current` are replaced by these values."""
+    fields = dict(saved)
+    for name in {"clip", "order", "buckets"} & set(current) & set(saved):
+        stand_in = _stand_in(current[name])
         if saved[name] in (stand_in, [stand_in]):
-            found[name] = here[name]
-    return found
+            fields[name] = current[name]
+    return fields
 
 
 def _quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
     """Version and digest of the list that is followed, if any, and the other samples as [source, id]."""
-    rest = list(values) if isinstance(values, list) else [values]
-    named = _LISTED.fullmatch(rest[0]) if rest and isinstance(rest[0], str) else None
-    listed = None if named is None else (int(named[1]), named[2])
-    return listed, [one if isinstance(one, list) else [0, one] for one in (rest if named is None else rest[1:])]
+    entries = list(values) if isinstance(values, list) else [values]
+    match = _LISTED.fullmatch(entries[0]) if entries and isinstance(entries[0], str) else None
+    listed = None if match is None else (int(match[1]), match[2])
+    return listed, [one if isinstance(one, list) else [0, one] for one in (entries if match is None else entries[1:])]
 
 
 def differences(fingerprint: Fingerprint, saved: Mapping[str, Any]) -> Iterator[Difference]:
     """Yield the fields that differ, the most informative first."""
-    here = fingerprint.values()
-    saved = resolved(here, saved)
-    for field in [*here, *(name for name in saved if name not in here)]:
-        if field == "sources" and isinstance(saved.get(field), dict) and field in here:
-            yield from _of_sources(here[field], saved[field])
-        elif here.get(field) != saved.get(field):
-            yield Difference(field, saved.get(field), here.get(field))
+    current = fingerprint.values()
+    saved = resolved(current, saved)
+    for field in [*current, *(name for name in saved if name not in current)]:
+        if field == "sources" and isinstance(saved.get(field), dict) and field in current:
+            yield from _source_differences(current[field], saved[field])
+        elif current.get(field) != saved.get(field):
+            yield Difference(field, saved.get(field), current.get(field))
 
 
-def _of_sources(here: Mapping[str, Sequence[Any]], saved: Mapping[str, Any]) -> Iterator[Difference]:
+def _source_differences(current: Mapping[str, Sequence[Any]], saved: Mapping[str, Any]) -> Iterator[Difference]:
     """Differences of versions and digests. The counters follow from the other fields, so they are not compared."""
-    if sorted(here) != sorted(saved):
-        yield Difference("sources", sorted(saved), sorted(here))
-    for name in here:
+    if sorted(current) != sorted(saved):
+        yield Difference("sources", sorted(saved), sorted(current))
+    for name in current:
         old = saved.get(name, [None, None])
         for number, field in enumerate(("version", "digest")):
-            if name in saved and old[number] != here[name][number]:
-                yield Difference(f"sources.{name}.{field}", old[number], here[name][number])
+            if name in saved and old[number] != current[name][number]:
+                yield Difference(f"sources.{name}.{field}", old[number], current[name][number])
 
 
 def parts(described: Any) -> Any:

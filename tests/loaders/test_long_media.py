@@ -22,7 +22,7 @@ from headrace.loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader,
 from headrace.loaders import loader as loader_module
 from headrace.loaders.decode import mp4, subprocess_decoder, trim
 from headrace.loaders.fetch import byte_ranges
-from headrace.loaders.fetch.partial_file import HELD_BYTES, PartialFile
+from headrace.loaders.fetch.partial_file import HEAD_CACHE_BYTES, PartialFile
 from headrace.loaders.fetch.sample_reader import SampleReader
 from headrace.loaders.quarantine.records import SkippedSample
 from tests.support import long_media, reference_decoder, video_corpus
@@ -173,7 +173,7 @@ def test_processes_that_may_crash_get_what_they_ask_for(
 ) -> None:
     assert alike(clips(films / "ds", decode_in_subprocess=60.0), expected)
     whole, nothing = list[int](), ((0, 1),)
-    monkeypatch.setattr(subprocess_decoder, "_ASKED", 2)
+    monkeypatch.setattr(subprocess_decoder, "_MAX_PIECE_REQUESTS", 2)
     monkeypatch.setattr(byte_ranges, "runs", lambda member, spans: nothing)
     get = PartialFile.__getitem__
     monkeypatch.setattr(PartialFile, "__getitem__", lambda self, where: (whole.append(1), get(self, where))[1])
@@ -319,8 +319,8 @@ def test_the_sources_of_a_mixture_share_what_is_held_of_heads(films: Path, monke
     with VideoLoader(mixture, 2, clip=CLIP, size=(16, 16), sidecar=None, num_threads=2) as loader:
         assert loader.memory["heads"] == 0
         assert len(next(iter(loader))["key"]) == 2
-        assert 0 < loader.memory["heads"] <= HELD_BYTES
-    assert held == [HELD_BYTES // 2] * 2
+        assert 0 < loader.memory["heads"] <= HEAD_CACHE_BYTES
+    assert held == [HEAD_CACHE_BYTES // 2] * 2
 
 
 # --- elsewhere

@@ -35,19 +35,21 @@ def _scalar(value: Any) -> Any:
     return value if kind is None else pa.scalar(value, kind)
 
 
-def _named(name: str) -> Callable[..., Any]:
+def _compute_function(name: str) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
         return _call(name, [_scalar(one) for one in arguments])
 
     return call
 
 
-and_, equal, invert, less, less_equal, xor = map(_named, ("and", "equal", "invert", "less", "less_equal", "xor"))
+and_, equal, invert, less, less_equal, xor = map(
+    _compute_function, ("and", "equal", "invert", "less", "less_equal", "xor")
+)
 binary_length, count_distinct, is_valid, min_max, sum_, unique = map(
-    _named, ("binary_length", "count_distinct", "is_valid", "min_max", "sum", "unique")
+    _compute_function, ("binary_length", "count_distinct", "is_valid", "min_max", "sum", "unique")
 )
 list_element, list_flatten, list_parent_indices, list_value_length, take = map(
-    _named, ("list_element", "list_flatten", "list_parent_indices", "list_value_length", "array_take")
+    _compute_function, ("list_element", "list_flatten", "list_parent_indices", "list_value_length", "array_take")
 )
 
 

@@ -217,17 +217,17 @@ def _encode_video(v: VideoInfo | None) -> _VideoWithPositions | None:
     if v is None:
         return None
     c = v.color
-    places = ([k.at for k in v.key_frames],) if any(k.at >= 0 for k in v.key_frames) else ()
-    kind: Any = _VideoWithPositions if places else _Video  # the older format, without positions
-    made: _VideoWithPositions | None = kind(
+    positions = ([k.at for k in v.key_frames],) if any(k.at >= 0 for k in v.key_frames) else ()
+    kind: Any = _VideoWithPositions if positions else _Video  # the older format, without positions
+    encoded: _VideoWithPositions | None = kind(
         *(v.ext, v.stream, v.codec, v.width, v.height, v.fps.numerator, v.fps.denominator, v.frames),
         *(v.time_base.numerator, v.time_base.denominator, v.start_pts, v.duration_pts, v.pixel_format, v.rotation),
         None if c is None else (c.space, c.range, c.primaries, c.transfer),
         [k.pts for k in v.key_frames],
         [k.index for k in v.key_frames],
-        *places,
+        *positions,
     )
-    return made
+    return encoded
 
 
 def _encode_audio(a: AudioInfo | None) -> Any:
@@ -287,9 +287,9 @@ class Directory:
             )
         self._entries = np.frombuffer(data, _DIRECTORY_ENTRY)
         self._ends: I64 = np.cumsum(self._entries["rows"], dtype=np.int64)
-        at = np.cumsum(self._entries["stored"], dtype=np.int64)
-        self._offsets: I64 = np.concatenate([np.zeros(1, np.int64), at]) + section.offset
-        if (self._ends[-1:].sum(), at[-1:].sum()) != (rows, section.pages) or not self._entries["rows"].all():
+        stored_ends = np.cumsum(self._entries["stored"], dtype=np.int64)
+        self._offsets: I64 = np.concatenate([np.zeros(1, np.int64), stored_ends]) + section.offset
+        if (self._ends[-1:].sum(), stored_ends[-1:].sum()) != (rows, section.pages) or not self._entries["rows"].all():
             raise CorruptionError(
                 f"{name}: the directory of its pages does not match the rows and bytes in the dataset version"
             )
@@ -341,27 +341,27 @@ class RowDecoder:
 
     def sample(self, data: msgspec.Raw, at: int, number: int) -> Sample:
         """Decode row `at` of the part as sample `number`."""
-        found = self._decoded(_decode_row, data, at)
-        shard, members = self._locate(found, at)
-        if found.pieces:
-            self._attach_pieces(members, found.pieces, at)
-        if not math.isfinite(found.duration):
+        row = self._decoded(_decode_row, data, at)
+        shard, members = self._locate(row, at)
+        if row.pieces:
+            self._attach_pieces(members, row.pieces, at)
+        if not math.isfinite(row.duration):
             raise self._bad(at, "duration is not finite")
-        video = None if found.video is None else self._video(found.video, at)
-        audio = None if found.audio is None else self._audio(found.audio, at)
-        fields = parse_fields(found.fields, found.key)
-        return Sample(number, found.key, shard, tuple(members), found.duration, video, audio, found.text, fields)
+        video = None if row.video is None else self._video(row.video, at)
+        audio = None if row.audio is None else self._audio(row.audio, at)
+        fields = parse_fields(row.fields, row.key)
+        return Sample(number, row.key, shard, tuple(members), row.duration, video, audio, row.text, fields)
 
-    def _attach_pieces(self, members: list[Member], found: list[_PiecesWithMarks], at: int) -> None:
-        for one in found:
-            if one.member >= len(members):
+    def _attach_pieces(self, members: list[Member], encoded: list[_PiecesWithMarks], at: int) -> None:
+        for entry in encoded:
+            if entry.member >= len(members):
                 raise self._bad(at, "pieces belong to no member")
-            whole = members[one.member]
-            pieces = Pieces(one.size, one.digests, tuple(one.head), tuple(one.marks))
-            fault = cut.find_fault(pieces, whole.length)
+            member = members[entry.member]
+            pieces = Pieces(entry.size, entry.digests, tuple(entry.head), tuple(entry.marks))
+            fault = cut.find_fault(pieces, member.length)
             if fault:
-                raise self._bad(at, f"pieces of member {whole.ext!r}: {fault}")
-            members[one.member] = Member(whole.ext, whole.offset, whole.length, whole.xxh3, pieces)
+                raise self._bad(at, f"pieces of member {member.ext!r}: {fault}")
+            members[entry.member] = Member(member.ext, member.offset, member.length, member.xxh3, pieces)
 
     def files(self, data: msgspec.Raw, at: int) -> Files:
         """Return the positions of the files of row `at`."""
@@ -373,23 +373,23 @@ class RowDecoder:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise self._bad(at, f"is not a row: {error}") from error
 
-    def _locate(self, found: _Files, at: int) -> tuple[str, list[Member]]:
-        name = found.shard
+    def _locate(self, row: _Files, at: int) -> tuple[str, list[Member]]:
+        name = row.shard
         shard = self._prefix + name if self._prefix and not name.startswith(self._unprefixed) else name
         size = self._shards.get(shard)
         if size is None:
             raise self._bad(at, "shard is not a shard of this dataset version")
-        members = [Member(*one) for one in found.members]
+        members = [Member(*one) for one in row.members]
         if not members:
             raise self._bad(at, "members is empty")
         start = end = 0  # of the previous member
         for member in members:
-            offset, after = member.offset, member.offset + member.length
-            if after > size:
+            offset, member_end = member.offset, member.offset + member.length
+            if member_end > size:
                 raise self._bad(at, "members lies outside its shard")
-            if start < after and offset < end:
+            if start < member_end and offset < end:
                 raise self._bad(at, "members overlaps the next member")
-            start, end = offset, after
+            start, end = offset, member_end
         return shard, members
 
     def _video(self, v: _VideoWithPositions, at: int) -> VideoInfo:

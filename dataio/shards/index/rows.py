@@ -180,22 +180,22 @@ def samples_of(table: Any, numbers: Sequence[int]) -> Iterator[Sample]:
     names = [name for name in table.column_names if name not in _PLAIN]
     rows = [_EMPTY | row for row in table.select(names).to_pylist()] if names else [_EMPTY] * len(numbers)
     keys, shards, durations = (table[name].to_pylist() for name in ("key", "shard", "duration"))
-    for number, key, shard, duration, (first, end), row in zip(
+    for number, key, shard, duration, (start, end), row in zip(
         numbers, keys, shards, durations, pairwise(ends), rows, strict=True
     ):
         video = None if row["video_codec"] is None else _video(row)
         audio = None if row["audio_codec"] is None else AudioInfo(*(row[name] for name in _AUDIO))
-        own = tuple(members[first:end])
+        row_members = tuple(members[start:end])
         yield Sample(
-            number, key, shard, own, duration, video, audio, row["text"], pages.parse_fields(row["fields"], key)
+            number, key, shard, row_members, duration, video, audio, row["text"], pages.parse_fields(row["fields"], key)
         )
 
 
 def files_of(table: Any) -> Iterator[Files]:
     """Convert checked rows to the positions of their files, whole columns at a time. There must be at least one row."""
     ends, members = _members(table)
-    for shard, (first, end) in zip(table["shard"].to_pylist(), pairwise(ends), strict=True):
-        yield Files(shard, members[first:end])
+    for shard, (start, end) in zip(table["shard"].to_pylist(), pairwise(ends), strict=True):
+        yield Files(shard, members[start:end])
 
 
 def _members(table: Any) -> tuple[list[int], list[Member]]:
@@ -249,9 +249,9 @@ def read_part(data: bytes, *, name: str, expected_digest: str, rows: int, shards
 
     `shards` gives the size of every shard that rows may name.
     """
-    found = digest(data)
-    if found != expected_digest:
-        raise CorruptionError(f"{name}: BLAKE3 is {found}, the dataset version says {expected_digest}")
+    actual_digest = digest(data)
+    if actual_digest != expected_digest:
+        raise CorruptionError(f"{name}: BLAKE3 is {actual_digest}, the dataset version says {expected_digest}")
     try:
         table = pc.ParquetReader(data).read()
         table.validate(full=True)
@@ -278,8 +278,8 @@ def check(table: Any, name: str, shards: Mapping[str, int], numbers: RowNumbers 
     for column in columns.present(_REQUIRED):
         if columns[column].null_count:
             columns.fail_where(pc.is_null(columns[column]), column, "is missing")
-    for codec, others in _STREAMS.items():
-        for column in columns.present(others) if codec in columns else ():
+    for codec, stream_columns in _STREAMS.items():
+        for column in columns.present(stream_columns) if codec in columns else ():
             nulls = {columns[codec].null_count, columns[column].null_count}
             if nulls != {0} and nulls != {len(columns[codec])}:
                 differ = pc.xor(pc.is_null(columns[column]), pc.is_null(columns[codec]))
@@ -295,9 +295,9 @@ def check(table: Any, name: str, shards: Mapping[str, int], numbers: RowNumbers 
     if "key" in columns:
         columns.fail_where(pc.binary_length(columns["key"]).to_numpy() == 0, "key", "is empty")
     if "shard" in columns:
-        which, sizes = _shard_sizes(columns, shards)
+        shard_numbers, sizes = _shard_sizes(columns, shards)
         if "members" in columns:
-            _check_members(columns, which, sizes)
+            _check_members(columns, shard_numbers, sizes)
     if "key_frames" in columns and "frames" in columns:
         _check_key_frames(columns)
 
@@ -348,15 +348,15 @@ def _first_true(bad: npt.NDArray[np.bool_]) -> int:
 def _shard_sizes(columns: _Columns, shards: Mapping[str, int]) -> tuple[I64, I64]:
     """Return for each row the number of its shard (from 0) and the size of that shard."""
     used = pc.unique(columns["shard"])
-    which = pc.index_in(columns["shard"], used)
+    positions = pc.index_in(columns["shard"], used)
     sizes = pa.array([shards.get(key) for key in used.to_pylist()], pa.int64())
     if sizes.null_count:
-        columns.fail_where(pc.is_null(pc.take(sizes, which)), "shard", "is not a shard of this dataset version")
-    numbers = np.asarray(which.to_numpy(), np.int64)
+        columns.fail_where(pc.is_null(pc.take(sizes, positions)), "shard", "is not a shard of this dataset version")
+    numbers = np.asarray(positions.to_numpy(), np.int64)
     return numbers, sizes.to_numpy()[numbers] if len(numbers) else numbers
 
 
-def _check_members(columns: _Columns, which: I64, sizes: I64) -> None:
+def _check_members(columns: _Columns, shard_numbers: I64, sizes: I64) -> None:
     lists = columns["members"]
     counts = pc.list_value_length(lists).to_numpy()
     columns.fail_where(counts < 1, "members", "is empty")
@@ -368,7 +368,7 @@ def _check_members(columns: _Columns, which: I64, sizes: I64) -> None:
     # compared by subtraction, since offset + length may overflow
     outside = (offset < 0) | (length < 0) | (offset > size) | (length > size - np.maximum(offset, 0))
     columns.fail_where(outside, "members", "lies outside its shard", owners)
-    end, shard = offset + length, which[owners]  # at most the shard's size, so the sum does not overflow
+    end, shard = offset + length, shard_numbers[owners]  # at most the shard's size, so the sum does not overflow
     overlap = (shard[1:] == shard[:-1]) & (offset[1:] < end[:-1]) & (offset[:-1] < end[1:])
     columns.fail_where(overlap, "members", "overlaps the next member", owners)
     if "bytes" in columns:
@@ -385,9 +385,9 @@ def _check_key_frames(columns: _Columns) -> None:
         frames = pc.take(columns["frames"], owners).to_numpy()
         owners = owners.to_numpy()
     else:
-        each = counts.to_numpy()
-        columns.fail_where(each < 1, "key_frames", "is empty")
-        owners = np.repeat(np.arange(len(each)), each)
+        lengths = counts.to_numpy()
+        columns.fail_where(lengths < 1, "key_frames", "is empty")
+        owners = np.repeat(np.arange(len(lengths)), lengths)
         frames = columns["frames"].to_numpy()[owners]
     number = pc.list_flatten(lists).field("index").to_numpy()
     columns.fail_where((number < 0) | (number > frames), "key_frames", "lies outside the video", owners)

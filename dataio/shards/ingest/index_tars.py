@@ -134,10 +134,10 @@ def index(
         if owned:
             undo.enter_context(store)
         history.refuse_checkpoints(store)
-        found = find(listed, lambda root: _open_source(root, source_options or {}))
-        undo.callback(found.close)
-        shards, mounted = _source_shards(found, store)
-        indexer = _Indexer(store=store, found=found, shards=shards, settings=settings, progress=progress)
+        found_shards = find(listed, lambda root: _open_source(root, source_options or {}))
+        undo.callback(found_shards.close)
+        shards, mounted = _source_shards(found_shards, store)
+        indexer = _Indexer(store=store, found_shards=found_shards, shards=shards, settings=settings, progress=progress)
         report = indexer.published() if history.list_versions(store) else None
         if report is None:
             history.refuse_existing(store, "give an empty folder or prefix, then `headrace merge` the two datasets")
@@ -146,7 +146,7 @@ def index(
         dataset = Dataset(dataset_store, 1)
         dataset.report, dataset.owns_store = report, dataset_store is not url
         undo.pop_all()
-    _close_unmounted(found, mounted)
+    _close_unmounted(found_shards, mounted)
     return dataset
 
 
@@ -154,16 +154,16 @@ def _open_source(root: str, options: Mapping[str, Any]) -> Store:
     return open_store(root, storage_options=options if "://" in root else {})
 
 
-def _close_unmounted(found: FoundShards, mounted: Mapping[str, Store]) -> None:
-    for source in found.sources:
+def _close_unmounted(found_shards: FoundShards, mounted: Mapping[str, Store]) -> None:
+    for source in found_shards.sources:
         if source.store not in mounted.values():
             source.store.close()
 
 
-def _source_shards(found: FoundShards, store: Store) -> tuple[list[SourceShard], dict[str, Store]]:
+def _source_shards(found_shards: FoundShards, store: Store) -> tuple[list[SourceShard], dict[str, Store]]:
     """Return all shards, sorted by their keys in the dataset, and the stores to mount for them."""
     shards, mounted = list[SourceShard](), dict[str, Store]()
-    for source in found.sources:
+    for source in found_shards.sources:
         prefix = prefix_in(source.store.location, store.location)
         if prefix is None:
             mount = mount_of(source.store.location)
@@ -182,19 +182,19 @@ class _Indexer:
         self,
         *,
         store: Store,
-        found: FoundShards,
+        found_shards: FoundShards,
         shards: Sequence[SourceShard],
         settings: IndexSettings,
         progress: Callable[[IndexProgress], None] | None,
     ) -> None:
-        self._store, self._found, self._settings = store, found, settings
+        self._store, self._found_shards, self._settings = store, found_shards, settings
         self._plan = index_plan(shards, settings)
         self._journal = self._plan.journal(store)
-        self._reporter = _IndexReporter(shards, progress, len(found.missing))
+        self._reporter = _IndexReporter(shards, progress, len(found_shards.missing))
         self._merged = _MergedRecords(store, self._journal, shards)
         self._began = time.monotonic()
-        if settings.strict and found.missing:
-            raise skip_error(found.missing[0])
+        if settings.strict and found_shards.missing:
+            raise skip_error(found_shards.missing[0])
 
     def published(self) -> PackReport | None:
         """Return the report of the version that an earlier call made from the same plan, or None."""
@@ -215,7 +215,7 @@ class _Indexer:
         name = name or history.name_of(self._store)
         history.claim(self._store, name)
         try:
-            task = index_task([source.store for source in self._found.sources], self._settings)
+            task = index_task([source.store for source in self._found_shards.sources], self._settings)
             run = run_units(
                 task,
                 self._journal,
@@ -247,8 +247,12 @@ class _Indexer:
         return self._finish(run)
 
     def _nothing_to_index(self) -> UsageError:
-        first = next(iter([*self._found.missing, *self._merged.skipped]), None)
-        why = f"{first.path}: {first.reason.removeprefix(f'{first.path}: ')}" if first else "the shards hold no samples"
+        problem = next(iter([*self._found_shards.missing, *self._merged.skipped]), None)
+        why = (
+            f"{problem.path}: {problem.reason.removeprefix(f'{problem.path}: ')}"
+            if problem
+            else "the shards hold no samples"
+        )
         return UsageError(f"there is nothing to index: {why}", hint="give tar shards with members called <key>.<ext>")
 
     def _finish(self, run: RunReport) -> PackReport:
@@ -259,8 +263,8 @@ class _Indexer:
             shards=len(merged.shards),
             bytes=sum(shard.size for shard in merged.shards),
             seconds=time.monotonic() - self._began,
-            skipped=(*self._found.missing, *merged.skipped),
-            ignored=self._found.ignored,
+            skipped=(*self._found_shards.missing, *merged.skipped),
+            ignored=self._found_shards.ignored,
             notes=tuple(merged.notes),
             resumed=run.resumed,
             workers=run.workers,
@@ -350,9 +354,9 @@ class UniqueKeys:
         """Raise `UsageError` if the hashes of two keys are equal."""
         hashes = np.frombuffer(self._hashes, np.uint64) if self._hashes else np.empty(0, np.uint64)
         order = np.argsort(hashes, kind="stable")
-        same = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
-        if len(same):
-            first, second = (self._shard_of(int(order[same[0] + i])) for i in (0, 1))
+        equal = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
+        if len(equal):
+            first, second = (self._shard_of(int(order[equal[0] + i])) for i in (0, 1))
             raise UsageError(
                 f"{first.url} and {second.url} hold samples of the same key",
                 hint="keys='shard' (--keys shard) puts the shard's path in front of every key",

@@ -104,8 +104,8 @@ def index_plan(shards: Sequence[SourceShard], settings: IndexSettings) -> IndexP
     """Divide the shards into units."""
     inputs = [_ShardToIndex(s.key, s.store.location.url, s.store_key, s.size, s.modified) for s in shards]
     hasher = blake3.blake3(msgspec.json.encode(["index", FORMAT, settings, version("headrace"), version("av")]))
-    for one in inputs:
-        hasher.update(msgspec.msgpack.encode(one))
+    for entry in inputs:
+        hasher.update(msgspec.msgpack.encode(entry))
     runs = divide([s.size for s in shards], unit_bytes=UNIT_BYTES, unit_items=UNIT_SHARDS)
     units = (IndexUnit(number, tuple(inputs[i] for i in run)) for number, run in enumerate(runs))
     return IndexPlan(hasher.hexdigest()[:32], tuple(units))
@@ -134,11 +134,11 @@ class _RemoteSettings(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def _open_remote(settings: bytes) -> Iterator[_IndexRunner]:
-    found = msgspec.msgpack.decode(settings, type=_RemoteSettings)
+    task_settings = msgspec.msgpack.decode(settings, type=_RemoteSettings)
     with contextlib.ExitStack() as stack:
-        sources = {at.url: stack.enter_context(open_location(at)) for at in found.sources}
+        sources = {at.url: stack.enter_context(open_location(at)) for at in task_settings.sources}
         pool = stack.enter_context(ProbePool(1))
-        yield _IndexRunner(sources, found.settings, pool)
+        yield _IndexRunner(sources, task_settings.settings, pool)
 
 
 class _IndexRunner(UnitRunner[IndexUnit, IndexedUnit]):
@@ -155,25 +155,25 @@ class _IndexRunner(UnitRunner[IndexUnit, IndexedUnit]):
     def _index(self, unit: IndexUnit, step: Step) -> IndexedUnit:
         shards, samples = list[Shard](), list[Sample]()
         skipped, notes, members = list[Skipped](), list[str](), 0
-        for one in unit.shards:
-            shard = SourceShard(one.key, self._sources[one.root], one.store_key, one.size, one.modified)
+        for entry in unit.shards:
+            shard = SourceShard(entry.key, self._sources[entry.root], entry.store_key, entry.size, entry.modified)
             scanner = TarScanner(shard, strict=self._settings.strict, prefix_keys=self._settings.prefix_keys, step=step)
             try:
-                found = self._scan(shard, scanner)
+                shard_samples = self._scan(shard, scanner)
             except _SHARD_FAULTS as error:
                 if self._settings.strict:
                     raise
                 _log.info("skipped %s: %s", shard.url, error)
                 skipped.append(Skipped(shard.url, error.code, str(error)))  # the shard, not its samples
-                step(Done(1, one.size - scanner.bytes, 0, 1))
+                step(Done(1, entry.size - scanner.bytes, 0, 1))
                 continue
-            if found:
-                shards.append(Shard(key=one.key, size=one.size, samples=len(found)))
-            samples += found
+            if shard_samples:
+                shards.append(Shard(key=entry.key, size=entry.size, samples=len(shard_samples)))
+            samples += shard_samples
             skipped += scanner.skipped
             notes += scanner.notes
             members += scanner.members
-            step(Done(1, one.size - scanner.bytes, len(found), len(scanner.skipped)))
+            step(Done(1, entry.size - scanner.bytes, len(shard_samples), len(scanner.skipped)))
         return IndexedUnit(
             shards=tuple(shards),
             samples=tuple(samples),
@@ -181,13 +181,13 @@ class _IndexRunner(UnitRunner[IndexUnit, IndexedUnit]):
             notes=tuple(notes),
             members=members,
             inputs=len(unit.shards),
-            bytes=sum(one.size for one in unit.shards),
+            bytes=sum(entry.size for entry in unit.shards),
         )
 
     def _scan(self, shard: SourceShard, scanner: TarScanner) -> list[Sample]:
         samples = scanner.scan(self._pool)
-        after = shard.store.stat(shard.store_key)
-        if (after.size, after.modified) != (shard.size, shard.modified):
+        current = shard.store.stat(shard.store_key)
+        if (current.size, current.modified) != (shard.size, shard.modified):
             raise TransientError(
                 f"{shard.url} changed while it was indexed", hint="index again when nothing writes to it"
             )

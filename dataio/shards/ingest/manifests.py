@@ -75,9 +75,9 @@ def rows(manifest: Path, columns: Columns = DEFAULT_COLUMNS, url: str | None = N
     """
     name = url or str(manifest)
     suffix = manifest.suffix[1:].lower()
-    read = {"csv": _csv, "tsv": _csv, "parquet": _parquet}.get(suffix, _json_lines)
+    reader = {"csv": _csv, "tsv": _csv, "parquet": _parquet}.get(suffix, _json_lines)
     try:
-        for where, row in read(manifest, name):
+        for where, row in reader(manifest, name):
             yield _row(name, where, row, columns)
     except OSError as error:
         raise NotFoundError(f"{name} cannot be read: {error.strerror or error}", hint="check path and mode") from error
@@ -86,8 +86,8 @@ def rows(manifest: Path, columns: Columns = DEFAULT_COLUMNS, url: str | None = N
 
 
 def _row(manifest: str, where: str, row: dict[str, Any], columns: Columns) -> Row:
-    needed = [columns.path, *(c for c, usual in ((columns.key, "key"), (columns.caption, "caption")) if c != usual)]
-    for column in needed:
+    required = [columns.path, *(c for c, usual in ((columns.key, "key"), (columns.caption, "caption")) if c != usual)]
+    for column in required:
         if column not in row:
             have = ", ".join(map(repr, row)) or "none"
             hint = f"it has {have}; name yours with --path-column and the like (in Python: columns=Columns(...))"

@@ -241,9 +241,9 @@ class _PackJob:
         reporter = _PackReporter(gathered, self._settings.strict, self._progress)
         runner = self._runner(store, gathered, append=False)
         if history.list_versions(store):
-            found = runner.published()
-            if found is not None:
-                return self._finish(runner, reporter, RunReport(0, ()), found)
+            published = runner.published()
+            if published is not None:
+                return self._finish(runner, reporter, RunReport(0, ()), published)
             history.refuse_existing(
                 store, "add to it with `headrace pack --append` (`append` in Python), or pack elsewhere"
             )
@@ -268,9 +268,9 @@ class _PackJob:
         if not gathered.groups:
             raise reporter.nothing_to_pack()
         runner = self._runner(store, gathered, append=True)
-        found = runner.published()
-        if found is not None:
-            return self._finish(runner, reporter, RunReport(0, ()), found)
+        published = runner.published()
+        if published is not None:
+            return self._finish(runner, reporter, RunReport(0, ()), published)
         if self._recipe.split is None:
             _check_new_keys(store, newest, {group.key for group in gathered.groups}, trust_mounts)
         runner.settings = msgspec.structs.replace(self._settings, salt=runner.journal.begin(newest.version))
@@ -302,9 +302,9 @@ class _PackJob:
             self.stores,
             store.location.url,
         )
-        known = {group.key for group in gathered.groups}
+        sample_keys = {group.key for group in gathered.groups}
         for key, text in self._captions.items():
-            if key not in known:
+            if key not in sample_keys:
                 raise UsageError(
                     f"there is a caption for {key!r}, but no such sample", hint="give the captions by sample key"
                 )
@@ -367,9 +367,9 @@ class _UnitRunner:
         task = pack_task(self.store, self.settings, stores)
         return run_units(task, self.journal, self.units, engine=engine, workers=workers, step=reporter.step)
 
-    def index(self, first: int, nothing_to_pack: Callable[[], UsageError]) -> tuple[Any, Any]:
+    def index(self, first_part: int, nothing_to_pack: Callable[[], UsageError]) -> tuple[Any, Any]:
         """Store the index parts of all units, in order. Return all shards and all index parts."""
-        shards, parts = list[versions.Shard](), PartWriter(self.store, first)
+        shards, parts = list[versions.Shard](), PartWriter(self.store, first_part)
         for packed in self.journal.records(len(self.units)):
             shards += packed.shards
             self.keys |= {sample.key for sample in packed.samples}
@@ -447,10 +447,10 @@ def _check_new_keys(store: Store, base: versions.VersionDocument, keys: set[str]
     """Raise `ConflictError` if version `base` has one of `keys`."""
     mounted, _ = with_mounts(store, base, False, {}, trust_mounts)
     *_, missing = query.rows_with_keys(OpenIndex(mounted, base), keys)
-    known = sorted(keys.difference(missing))
-    if known:
-        more = f" and {len(known) - 1} more of these keys" if len(known) > 1 else ""
+    existing = sorted(keys.difference(missing))
+    if existing:
+        more = f" and {len(existing) - 1} more of these keys" if len(existing) > 1 else ""
         raise ConflictError(
-            f"{store.location.url} version {base.version} already has the sample {known[0]!r}{more}",
+            f"{store.location.url} version {base.version} already has the sample {existing[0]!r}{more}",
             hint="remove those samples first, or give the new ones other keys",
         )

@@ -82,15 +82,15 @@ class _ParsedPattern:
 def find(patterns: Iterable[str | os.PathLike[str]], opener: Callable[[str], Store]) -> FoundShards:
     """Find the shards that match `patterns`. `opener` opens the store at a URL or a path."""
     texts = [text for pattern in patterns for text in os.fspath(pattern).split("::")]
-    wanted = [(text, [_parsed(url) for url in _expanded(text)]) for text in texts]
+    parsed_patterns = [(text, [_parsed(url) for url in _expanded(text)]) for text in texts]
     if not texts:
         raise UsageError("there is no pattern to index", hint="give the URLs of tar shards")
-    store_roots = _store_roots({item.root for _, items in wanted for item in items})
+    store_roots = _store_roots({item.root for _, items in parsed_patterns for item in items})
     searches = dict[str, _StoreSearch]()
     try:
         for root in sorted(set(store_roots.values())):
             searches[root] = _StoreSearch(opener, root)
-        for text, items in wanted:
+        for text, items in parsed_patterns:
             _search_all(text, [_relative_to(item, store_roots[item.root]) for item in items], searches)
         return _result(searches)
     except BaseException:
@@ -192,10 +192,10 @@ def _split(path: str) -> tuple[str, str]:
 def _store_roots(roots: set[str]) -> dict[str, str]:
     """Map each root to the root of its store: the root itself, or an ancestor if there are too many roots."""
     store_roots = {root: root for root in roots}
-    while len(now := set(store_roots.values())) > MAX_MOUNTS:
-        depth = max(root.count("/") for root in now)
-        parents = {root: _parent(root) if root.count("/") == depth else root for root in now}
-        if parents == {root: root for root in now}:
+    while len(current := set(store_roots.values())) > MAX_MOUNTS:
+        depth = max(root.count("/") for root in current)
+        parents = {root: _parent(root) if root.count("/") == depth else root for root in current}
+        if parents == {root: root for root in current}:
             raise CapacityError(f"the shards are in more than {MAX_MOUNTS} buckets", hint="index them in parts")
         store_roots = {root: parents[at] for root, at in store_roots.items()}
     return store_roots
@@ -240,17 +240,17 @@ class _StoreSearch:
         """
         if len(names) <= _MAX_STATS:
             return sum(self._add_one(name) for name in names)
-        wanted = {name.rstrip("/"): name for name in names}
-        found, below = set[str](), dict[str, list[ObjectInfo]]()
+        names_by_key = {name.rstrip("/"): name for name in names}
+        existing, below = set[str](), dict[str, list[ObjectInfo]]()
         for info in self.store.list(_common(min(names), max(names))):
-            if wanted.get(info.key) == info.key:
-                found.add(info.key)
+            if names_by_key.get(info.key) == info.key:
+                existing.add(info.key)
                 self.add(info)
-            elif (folder := _folder_in(wanted, info.key)) is not None:
+            elif (folder := _folder_in(names_by_key, info.key)) is not None:
                 below.setdefault(folder, []).append(info)
-        count = len(found)
-        for folder, name in wanted.items():
-            if name not in found:
+        count = len(existing)
+        for folder, name in names_by_key.items():
+            if name not in existing:
                 tars = sum(self._add_tar(info) for info in below.get(folder, ()))
                 count += tars
                 if not tars:
@@ -291,9 +291,9 @@ def _search_all(text: str, items: Sequence[_ParsedPattern], searches: Mapping[st
         raise NotFoundError(f"{text!r} matches no tar", hint="check the address; quote patterns in a shell")
 
 
-def _folder_in(wanted: Mapping[str, str], key: str) -> str | None:
-    """Return the folder in `wanted` that holds the key, or None. It is the outermost if there are several."""
-    return next((key[:at] for at, character in enumerate(key) if character == "/" and key[:at] in wanted), None)
+def _folder_in(folders: Mapping[str, str], key: str) -> str | None:
+    """Return the folder in `folders` that holds the key, or None. It is the outermost if there are several."""
+    return next((key[:at] for at, character in enumerate(key) if character == "/" and key[:at] in folders), None)
 
 
 def _common(a: str, b: str) -> str:

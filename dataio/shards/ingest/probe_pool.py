@@ -158,8 +158,10 @@ class ProbePool:
 
 def scratch_folder_of(group: Group, recipe: Recipe, scratch: str) -> str:
     """Return the folder for the temporary files of `group`, or "" if it needs none."""
-    needed = recipe.changes or group.spans or group.is_remote or group.caption is not None or group.fields is not None
-    return os.path.join(scratch, blake3.blake3(group.key.encode()).hexdigest()[:24]) if needed else ""
+    needs_folder = (
+        recipe.changes or group.spans or group.is_remote or group.caption is not None or group.fields is not None
+    )
+    return os.path.join(scratch, blake3.blake3(group.key.encode()).hexdigest()[:24]) if needs_folder else ""
 
 
 def _next_result(in_flight: deque[_InFlight]) -> tuple[Group, PrepareResult]:

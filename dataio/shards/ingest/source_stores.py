@@ -85,19 +85,19 @@ class SourceStores:
                 return Matches(
                     posixpath.dirname(source), {source: _file_stat(self._store(bucket).stat(check_key(key)))}, True
                 )
-        found = {f"{bucket}/{one.key}": _file_stat(one) for one in self._store(bucket).list(folder)}
-        if not found:
+        objects = {f"{bucket}/{one.key}": _file_stat(one) for one in self._store(bucket).list(folder)}
+        if not objects:
             raise NotFoundError(f"there is no object and no folder {source}", hint="check the address")
-        return Matches(f"{bucket}/{folder}".rstrip("/"), found)
+        return Matches(f"{bucket}/{folder}".rstrip("/"), objects)
 
     def _matching(self, source: str, bucket: str, key: str) -> Matches:
         literal = WILDCARD.split(key, maxsplit=1)[0]
         pattern = re.compile(as_regex(key), re.DOTALL)
-        every = self._store(bucket).list(literal)
-        found = {f"{bucket}/{one.key}": _file_stat(one) for one in every if pattern.fullmatch(one.key)}
-        if not found:
+        listed = self._store(bucket).list(literal)
+        objects = {f"{bucket}/{one.key}": _file_stat(one) for one in listed if pattern.fullmatch(one.key)}
+        if not objects:
             raise NotFoundError(f"nothing matches {source!r}", hint="check the pattern; ** goes through folders")
-        return Matches(f"{bucket}/{literal.rpartition('/')[0]}".rstrip("/"), found, from_glob=True)
+        return Matches(f"{bucket}/{literal.rpartition('/')[0]}".rstrip("/"), objects, from_glob=True)
 
     def stat_many(self, urls: Iterable[str]) -> dict[str, FileStat]:
         """Return the size and the modification time of those objects that exist."""
@@ -105,11 +105,11 @@ class SourceStores:
         for url in urls:
             bucket, key = _split_url(url)
             by_bucket.setdefault(bucket, set()).add(check_key(key))
-        found = {}
+        stats = {}
         for bucket, keys in by_bucket.items():
-            for one in self._stat_each(self._store(bucket), keys):
-                found[f"{bucket}/{one.key}"] = _file_stat(one)
-        return found
+            for info in self._stat_each(self._store(bucket), keys):
+                stats[f"{bucket}/{info.key}"] = _file_stat(info)
+        return stats
 
     def _stat_each(self, store: Store, keys: set[str]) -> Iterator[ObjectInfo]:
         if len(keys) > _MAX_STATS:
@@ -221,5 +221,5 @@ def as_regex(glob: str) -> str:
     return "".join(out)
 
 
-def _file_stat(one: ObjectInfo) -> FileStat:
-    return FileStat(one.size, int(one.modified * 1e9))
+def _file_stat(info: ObjectInfo) -> FileStat:
+    return FileStat(info.size, int(info.modified * 1e9))

@@ -126,18 +126,18 @@ def gather(
     `columns` names the columns of manifests. `exclude` is the URL of a dataset whose files are left out.
     """
     if stores is None:
-        with SourceStores() as own:
-            return gather(sources, columns, own, exclude)
-    found: dict[str, _InputFile] = {}
+        with SourceStores() as opened:
+            return gather(sources, columns, opened, exclude)
+    input_files: dict[str, _InputFile] = {}
     collected = _Collector(stores)
     is_excluded = functools.partial(_is_below, _local(exclude or "").rstrip("/"))
     for source in sources:
         for item in _expand(_local(os.fspath(source)), stores, collected.skipped):
             absolute = item.path if is_url(item.path) else os.path.abspath(item.path)
             if item.is_named or not is_excluded(absolute):
-                found.setdefault(absolute, item)
+                input_files.setdefault(absolute, item)
     by_stem: dict[tuple[str, str], list[tuple[_InputFile, FileStat]]] = {}
-    for item in found.values():
+    for item in input_files.values():
         info = item.info or _stat(item.path, collected.skipped)
         if info is None:
             continue
@@ -229,8 +229,8 @@ class _Collector:
         if info is None:
             self.skipped += [Skipped(f"{row.where}: {s.path}", s.code, s.reason) for s in skipped]
             return
-        found = [(path, _stat_input(path, [], existing)) for path in _sidecar_paths(row.path)]
-        members = [(_InputFile(folder, path), info) for path, info in ((row.path, info), *found) if info is not None]
+        sidecars = [(path, _stat_input(path, [], existing)) for path in _sidecar_paths(row.path)]
+        members = [(_InputFile(folder, path), info) for path, info in ((row.path, info), *sidecars) if info is not None]
         group = _group(members)
         key = _clean_key(row.key) if row.key else group.key
         if not key or set(key.split("/")) & {"", ".", ".."}:
@@ -376,9 +376,11 @@ def _media_list() -> str:
 def _group(members: list[tuple[_InputFile, FileStat]]) -> Group:
     files: dict[str, str] = {}
     for item, _ in members:
-        other = files.setdefault(_ext(item.path), item.path)
-        if other != item.path:
-            raise UsageError(f"{other} and {item.path} would be the same member of a sample", hint="rename one of them")
+        existing = files.setdefault(_ext(item.path), item.path)
+        if existing != item.path:
+            raise UsageError(
+                f"{existing} and {item.path} would be the same member of a sample", hint="rename one of them"
+            )
     first = min((item for item, _ in members), key=lambda item: item.path)
     stamp = max(info.modified_ns for _, info in members)
     sizes = {_ext(item.path): info.size for item, info in members}

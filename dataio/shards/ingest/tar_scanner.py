@@ -154,9 +154,9 @@ class TarScanner:
         self.bytes = end
 
     def _check_key(self, raw: _RawSample) -> None:
-        first = self._offsets_by_key.setdefault(raw.key, raw.offset)
-        if first != raw.offset:
-            raw.fault = raw.fault or f"the key {raw.key!r} occurred before, at offset {first}"
+        first_offset = self._offsets_by_key.setdefault(raw.key, raw.offset)
+        if first_offset != raw.offset:
+            raw.fault = raw.fault or f"the key {raw.key!r} occurred before, at offset {first_offset}"
         if len(self._offsets_by_key) > MAX_SHARD_SAMPLES:
             raise UnsupportedError(f"{self._shard.url}: more than {MAX_SHARD_SAMPLES} samples in one shard")
 
@@ -182,8 +182,8 @@ class TarScanner:
             else:
                 self._accept(raw, answer)
 
-    def _skip(self, what: str, code: str, reason: str) -> None:
-        item = Skipped(f"{self._shard.url}: {what}", code, reason)
+    def _skip(self, name: str, code: str, reason: str) -> None:
+        item = Skipped(f"{self._shard.url}: {name}", code, reason)
         if self._strict:
             raise skip_error(item)
         _log.info("skipped %s: %s", item.path, item.reason)
@@ -227,9 +227,9 @@ def _with_heads(members: list[Member], facts: Description) -> Iterator[Member]:
 
     The digests remain those that the scanner computed.
     """
-    found = {file.ext: file.pieces for file in facts.files if file.pieces is not None}
+    pieces_by_ext = {file.ext: file.pieces for file in facts.files if file.pieces is not None}
     for member in members:
-        pieces, file_pieces = member.pieces, found.get(member.ext)
+        pieces, file_pieces = member.pieces, pieces_by_ext.get(member.ext)
         if pieces is not None and file_pieces is not None:
             member = replace(member, pieces=replace(pieces, head=file_pieces.head, marks=file_pieces.marks))
         yield member
@@ -257,9 +257,9 @@ def _copied_to(parts: Iterator[memoryview], path: Path) -> Iterator[memoryview]:
     try:
         with path.open("wb", buffering=0) as file:
             for part in parts:
-                done = 0
-                while done < len(part):
-                    done += file.write(part[done:])
+                written = 0
+                while written < len(part):
+                    written += file.write(part[written:])
                 yield part
     except OSError as error:
         raise CapacityError(

@@ -85,9 +85,9 @@ class _RemoteSettings(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def _open_remote(settings: bytes) -> Iterator[_PackRunner]:
-    found = msgspec.msgpack.decode(settings, type=_RemoteSettings)
-    with open_location(found.store) as store, SourceStores() as stores, ProbePool(1, stores=stores) as pool:
-        yield _PackRunner(store, found.settings, pool)
+    task_settings = msgspec.msgpack.decode(settings, type=_RemoteSettings)
+    with open_location(task_settings.store) as store, SourceStores() as stores, ProbePool(1, stores=stores) as pool:
+        yield _PackRunner(store, task_settings.settings, pool)
 
 
 class _PackRunner(UnitRunner[PackUnit, PackedUnit]):
@@ -255,5 +255,5 @@ def _read_unchanged(file_info: FileInfo) -> Iterator[bytes]:
         raise _changed(file_info, "changed while it was being packed")
 
 
-def _changed(file_info: FileInfo, what: str) -> TransientError:
-    return TransientError(f"{file_info.path} {what}", hint="pack again when nothing writes to the input")
+def _changed(file_info: FileInfo, problem: str) -> TransientError:
+    return TransientError(f"{file_info.path} {problem}", hint="pack again when nothing writes to the input")

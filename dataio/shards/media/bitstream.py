@@ -101,13 +101,13 @@ def without_sei(codec: str, data: memoryview, length_size: int) -> bytes:
     SEI (supplemental enhancement information) does not affect the decoded pixels. HEVC suffix SEI, which may hold
     digests of the pictures, stays unchanged.
     """
-    found = bytearray(data)
+    packet = bytearray(data)
     for at, unit in _units_at(data, length_size):
         if codec == "h264" and unit[0] & 31 == _H264_SEI:
-            found[at] = unit[0] & 0xE0 | _H264_NOTHING
+            packet[at] = unit[0] & 0xE0 | _H264_NOTHING
         elif codec == "hevc" and unit[0] >> 1 & 63 == _HEVC_SEI:
-            found[at] = unit[0] & 0x81 | _HEVC_NOTHING << 1
-    return bytes(found)
+            packet[at] = unit[0] & 0x81 | _HEVC_NOTHING << 1
+    return bytes(packet)
 
 
 def ffv1_damaged(data: memoryview) -> bool:
@@ -124,14 +124,14 @@ def ffv1_damaged(data: memoryview) -> bool:
 
 def _ffv1_slices(data: memoryview, trailer: int) -> list[tuple[int, int]] | None:
     """Return the (start, end) of each slice, or None if the slices do not fill the packet exactly."""
-    found, end = list[tuple[int, int]](), len(data)
-    while end >= trailer and len(found) < _FFV1_MAX_SLICES:
+    slices, end = list[tuple[int, int]](), len(data)
+    while end >= trailer and len(slices) < _FFV1_MAX_SLICES:
         size = int.from_bytes(data[end - trailer : end - trailer + 3], "big") + trailer
         if size > end:
             return None
-        found.append((end - size, end))
+        slices.append((end - size, end))
         end -= size
-    return None if end else found
+    return None if end else slices
 
 
 _REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
@@ -301,8 +301,8 @@ def _start_code_units(data: bytes) -> Iterator[tuple[int, bytes]]:
     for _ in range(_MAX_UNITS):
         if at < 0 or at + 3 >= len(data):
             return
-        after = data.find(b"\0\0\1", at + 3)
-        end = len(data) if after < 0 else after
+        next_start = data.find(b"\0\0\1", at + 3)
+        end = len(data) if next_start < 0 else next_start
         if at + 3 < end:
             yield at + 3, data[at + 3 : min(end, at + 3 + _HEAD_BYTES)]
-        at = after
+        at = next_start

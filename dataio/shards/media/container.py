@@ -118,8 +118,8 @@ def unsupported_media(extensions: Collection[str]) -> tuple[str, str] | None:
         if ext == "gif":
             return ext, "GIF is not read as it is: --transcode h264 makes a video of it"
         if ext in CONVERTED_EXTENSIONS:
-            how = "--remux mp4 (or mkv) copies the streams, --transcode h264 re-encodes"
-            return ext, f".{ext} files are not read as they are: {how}"
+            remedy = "--remux mp4 (or mkv) copies the streams, --transcode h264 re-encodes"
+            return ext, f".{ext} files are not read as they are: {remedy}"
         if ext in _UNREAD_VIDEO:
             return ext, f".{ext} files are not read: convert it to MP4 or MKV first, for example with ffmpeg"
         if ext in _UNREAD_AUDIO:
@@ -250,6 +250,6 @@ def _vint_length(head: bytes, at: int) -> int:
     return 9 - head[at].bit_length()
 
 
-def _check_fits(what: str, offset: int, length: int, size: int) -> None:
+def _check_fits(element: str, offset: int, length: int, size: int) -> None:
     if offset + length > size:
-        raise CorruptionError(f"truncated: {what} at offset {offset} ends at {offset + length}, the file at {size}")
+        raise CorruptionError(f"truncated: {element} at offset {offset} ends at {offset + length}, the file at {size}")

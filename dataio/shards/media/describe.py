@@ -98,8 +98,8 @@ def describe(files: MemberFiles) -> DescribeResult:
     except OSError as error:
         return Failure(path, CorruptionError.code, f"cannot be read: {error.strerror or error}")
     except MemoryError:
-        most = limits.format_bytes(limits.PROBE_MEMORY_BYTES)
-        return Failure(path, CapacityError.code, f"reading it takes more than {most} of memory")
+        limit = limits.format_bytes(limits.PROBE_MEMORY_BYTES)
+        return Failure(path, CapacityError.code, f"reading it takes more than {limit} of memory")
     video, audio, duration = _choose_streams(probes)
     return Description(
         files=tuple(file_infos),
@@ -119,8 +119,8 @@ def describe(files: MemberFiles) -> DescribeResult:
 def _unused_videos(files: MemberFiles, probes: list[Probe], chosen: VideoInfo | None) -> list[str]:
     """Return a note for each further video of a sample. A sample has one video, and the others are not used."""
     media = [ext for ext, _ in files if ext in MEDIA_EXTENSIONS]
-    others = [ext for ext, p in zip(media, probes, strict=False) if p.video is not None and p.video is not chosen]
-    return [f"its .{ext} file is kept, and not used: a sample has one video, the largest" for ext in others]
+    unused = [ext for ext, p in zip(media, probes, strict=False) if p.video is not None and p.video is not chosen]
+    return [f"its .{ext} file is kept, and not used: a sample has one video, the largest" for ext in unused]
 
 
 def _choose_streams(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, float]:
@@ -143,11 +143,11 @@ def _file_info(ext: str, path: str) -> FileInfo:
     return FileInfo(ext, path, info.st_size, info.st_mtime_ns, hasher.whole(), hasher.pieces())
 
 
-def _bytes(path: str, most: int) -> bytes:
+def _bytes(path: str, max_bytes: int) -> bytes:
     with open(path, "rb") as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise UnsupportedError(f"larger than {limits.format_bytes(most)}")
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise UnsupportedError(f"larger than {limits.format_bytes(max_bytes)}")
     return data
 
 
@@ -161,8 +161,8 @@ def _text(path: str) -> str:
 def _fields(path: str) -> dict[str, Any]:
     data = _bytes(path, limits.SAMPLE_JSON_BYTES)
     try:
-        found = parse_json(data)
-        promoted = {name: v for name, v in found.items() if _is_promoted(v)} if isinstance(found, dict) else None
+        parsed = parse_json(data)
+        promoted = {name: v for name, v in parsed.items() if _is_promoted(v)} if isinstance(parsed, dict) else None
         json.dumps(promoted, ensure_ascii=False).encode()
     except ValueError as error:
         raise CorruptionError(f"not JSON: {error}") from error
@@ -201,13 +201,13 @@ def with_head(file_info: FileInfo, probe: Probe) -> FileInfo:
         if probe.container == "mp3" and probe.video is None:
             marks = _find_marks(file_info, probe)
         if marks:
-            found = _pieces_read(file_info, None)
+            head = _pieces_read(file_info, None)
         else:
             middle, end = _lookup_points(file_info.path, probe)
-            found = _pieces_read(file_info, middle) & _pieces_read(file_info, end)
+            head = _pieces_read(file_info, middle) & _pieces_read(file_info, end)
     except (CorruptionError, av.error.FFmpegError, OSError, EOFError, LookupError, ValueError):
         return file_info
-    return replace(file_info, pieces=replace(file_info.pieces, head=runs(found), marks=marks))
+    return replace(file_info, pieces=replace(file_info.pieces, head=runs(head), marks=marks))
 
 
 def _find_marks(file_info: FileInfo, probe: Probe) -> _Marks:
@@ -217,7 +217,7 @@ def _find_marks(file_info: FileInfo, probe: Probe) -> _Marks:
     """
     assert file_info.pieces is not None
     assert probe.audio is not None
-    found, piece = list[tuple[int, int]](), 0
+    marks, piece = list[tuple[int, int]](), 0
     length: int | None = 0
     with _open_path(file_info.path) as container:
         stream: Any = container.streams[probe.audio.stream]
@@ -231,9 +231,9 @@ def _find_marks(file_info: FileInfo, probe: Probe) -> _Marks:
                 if packet.pts is None or packet.pos is None or packet.duration != length or samples.denominator != 1:
                     return ()
                 if packet.pos >= piece * file_info.pieces.size:
-                    found.append((packet.pos, int(samples)))
+                    marks.append((packet.pos, int(samples)))
                     piece = packet.pos // file_info.pieces.size + 1
-    return tuple(found)
+    return tuple(marks)
 
 
 def _lookup_points(path: str, probe: Probe) -> tuple[_LookupPoint, _LookupPoint]:
@@ -255,7 +255,7 @@ def _pieces_read(file_info: FileInfo, point: _LookupPoint | None) -> set[int]:
     Without a point, return the pieces that opening reads.
     """
     assert file_info.pieces is not None
-    found = set[int]()
+    pieces = set[int]()
     for trust_container in (True, False):
         with _open_like_loaders(file_info, trust_container) as (container, file):
             if point is not None:
@@ -263,8 +263,8 @@ def _pieces_read(file_info: FileInfo, point: _LookupPoint | None) -> set[int]:
                 container.seek(point[1], stream=stream, backward=True)
                 with demuxed(container, stream) as packets:
                     next(packets, None)
-        found |= file.pieces_read
-    return found
+        pieces |= file.pieces_read
+    return pieces
 
 
 def _open_path(path: str) -> Any:

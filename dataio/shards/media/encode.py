@@ -85,7 +85,7 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
         audio_writer = None if audio is None else _audio_writer(out, audio)
         zero = probe.zero_offset(f"file:{source}", container, audio)
         start_time = start_of(container) if needs_conversion(source) else Fraction(0)
-        held: list[Any] = []  # audio before the first frame: the header needs the frame's size
+        early_audio: list[Any] = []  # audio before the first frame: the header needs the frame's size
         with demuxed(container, *(s for s in (video, audio) if s is not None)) as packets:
             for packet in packets:
                 if packet.is_corrupt:
@@ -95,11 +95,11 @@ def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
                     for frame in frames.frames_of(packet, picture):
                         out.mux(picture.encode(frame))
                 elif audio_writer is not None and not lies_before(packet, zero):
-                    held += audio_writer.feed(packet)
+                    early_audio += audio_writer.feed(packet)
                 if frames.count:
-                    out.mux(held)
-                    held = []
-                elif len(held) > _MAX_HELD_PACKETS:
+                    out.mux(early_audio)
+                    early_audio = []
+                elif len(early_audio) > _MAX_HELD_PACKETS:
                     raise CorruptionError("its video begins too long after its audio")
         if not frames.count:
             raise CorruptionError("no frame of the video stream can be decoded")
@@ -149,20 +149,20 @@ class _FrameSource:
         step = max(1, round(1 / (self.rate * self._video.time_base)))
         if time is None or (self._last is not None and time <= self._last):
             time = 0 if self._last is None else self._last + step
-        first = self._last is None
+        is_first = self._last is None
         self._last = frame.pts = time
         out = self._filtered(frame)
         out.pts, out.time_base = time, self._video.time_base
         out.pict_type = PictureType.I if self._at_cut(time) else PictureType.NONE
-        if first:
+        if is_first:
             _set_up(picture, out, self._video.time_base)
         return out
 
     def _at_cut(self, time: int) -> bool:
-        now = time * self._video.time_base
-        if self._recipe.split is None or (self.count > 1 and now < self._next_cut):
+        frame_time = time * self._video.time_base
+        if self._recipe.split is None or (self.count > 1 and frame_time < self._next_cut):
             return False
-        self._next_cut = now + seconds(self._recipe.split)
+        self._next_cut = frame_time + seconds(self._recipe.split)
         return True
 
     def _filtered(self, frame: Any) -> Any:
@@ -175,7 +175,7 @@ class _FrameSource:
     def _build(self, frame: Any) -> Any:
         turn = round(-frame.rotation / 90) % 4 * 90
         if not self._size[0]:
-            self._size = self._target(frame, turn)
+            self._size = self._target_size(frame, turn)
         graph = Graph()
         filters = f"{_ROTATIONS.get(turn, '')}scale={self._size[0]}:{self._size[1]}:flags=bicubic+accurate_rnd+bitexact"
         source = graph.add_buffer(
@@ -191,7 +191,7 @@ class _FrameSource:
         graph.configure()
         return graph
 
-    def _target(self, frame: Any, turn: int) -> tuple[int, int]:
+    def _target_size(self, frame: Any, turn: int) -> tuple[int, int]:
         aspect = Fraction(self._video.codec_context.sample_aspect_ratio or 1) or Fraction(1)
         width, height = Fraction(frame.width) * aspect, Fraction(frame.height)
         if turn in (90, 270):
@@ -252,5 +252,5 @@ class _AacAudio:
         ]
 
     def finish(self) -> list[Any]:
-        left = [packet for piece in self._to.resample(None) for packet in self._stream.encode(piece)]
-        return [*left, *self._stream.encode(None)]
+        packets = [packet for piece in self._to.resample(None) for packet in self._stream.encode(piece)]
+        return [*packets, *self._stream.encode(None)]

@@ -182,7 +182,7 @@ def check_recipe(recipe: Recipe) -> Recipe:
         "split must be at least 0.1 s": recipe.split is not None
         and not (math.isfinite(recipe.split) and recipe.split >= 0.1),
     }
-    for what, is_wrong in wrong.items():
+    for problem, is_wrong in wrong.items():
         if is_wrong:
-            raise UsageError(what, hint="see `headrace pack --help`")
+            raise UsageError(problem, hint="see `headrace pack --help`")
     return recipe

@@ -118,15 +118,15 @@ def _unpacked(span: Span, scratch: str) -> str:
     if span.length < 0:
         return span.path
     path = os.path.join(scratch, f"{span.offset}.{span.ext.replace('/', '_')}")
-    left = span.length
+    remaining = span.length
     with open(span.path, "rb") as source, open(path, "wb") as target:
         source.seek(span.offset)
-        while left:
-            data = source.read(min(left, _COPY_BYTES))
+        while remaining:
+            data = source.read(min(remaining, _COPY_BYTES))
             if not data:
                 raise CorruptionError("ends inside a member: it changed while it was being packed")
             target.write(data)
-            left -= len(data)
+            remaining -= len(data)
     return path
 
 
@@ -157,18 +157,18 @@ def convert(files: MemberFiles, task: PrepareTask) -> list[PreparedFiles]:
     if recipe.split is not None and len(media) > 1:
         names = ", ".join(ext for ext, _ in media)
         raise UnsupportedError(f"a sample with several media files ({names}) cannot be split")
-    rest = [item for item in files if item not in videos]
+    other_files = [item for item in files if item not in videos]
     converted = [
         _convert_file(ext, path, recipe, os.path.join(task.scratch, str(n))) for n, (ext, path) in enumerate(videos)
     ]
     if recipe.split is None:
         changed = [(ext, clip_files[0].path) for ext, clip_files in converted]
-        if len({ext for ext, _ in changed + rest}) < len(files):
+        if len({ext for ext, _ in changed + other_files}) < len(files):
             raise UnsupportedError("two of its files would become the same member")
-        return [PreparedFiles("", sorted(changed + rest))]
-    (ext, clip_files), subtitles = converted[0], dict(rest).get("vtt")
+        return [PreparedFiles("", sorted(changed + other_files))]
+    (ext, clip_files), subtitles = converted[0], dict(other_files).get("vtt")
     cues = None if subtitles is None else text_members.read(subtitles)
-    return [_clip_of(task, n, ext, clip_file, rest, cues) for n, clip_file in enumerate(clip_files)]
+    return [_clip_of(task, n, ext, clip_file, other_files, cues) for n, clip_file in enumerate(clip_files)]
 
 
 def _has_video(path: str) -> bool:
@@ -199,10 +199,10 @@ def _clip_of(
     number: int,
     ext: str,
     clip_file: ClipFile,
-    rest: MemberFiles,
+    other_files: MemberFiles,
     cues: list[text_members.Cue] | None,
 ) -> PreparedFiles:
-    files = {ext: clip_file.path, **dict(rest)}
+    files = {ext: clip_file.path, **dict(other_files)}
     name = f"{number:04}"
     if cues is not None:
         files["vtt"] = os.path.join(task.scratch, f"{name}.vtt")
@@ -235,14 +235,14 @@ def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | N
 
     With `split`, cut it into this and further files of at least `split` seconds each.
     """
-    other = needs_conversion(source)
+    is_converted = needs_conversion(source)
     try:
         with probe.open_container(f"file:{source}") as container:
-            cuts = _find_cuts(container, split, to_zero=other)
+            cuts = _find_cuts(container, split, to_zero=is_converted)
         with probe.open_container(f"file:{source}") as container:
             zero = probe.zero_offset(f"file:{source}", container, probe.pick_audio(container))
             clip_files = _StreamCopier(container, cuts=cuts, stem=stem, ext=ext, faststart=faststart, zero=zero).run()
-        if other:
+        if is_converted:
             _check_same_pictures(source, clip_files)
     except av.error.FFmpegError as error:
         reason = f"its streams cannot be copied into {ext}: {error.strerror}; try --transcode or another container"
@@ -289,13 +289,13 @@ def _check_same_pictures(source: str, clip_files: list[ClipFile]) -> None:
 
     The times must increase.
     """
-    last = float("-inf")
+    last_time = float("-inf")
     copied = (one for clip_file in clip_files for one in _decoded_pictures(clip_file.path, clip_file.start))
-    for before, after in zip_longest(_decoded_pictures(source, 0.0), copied):
-        same = before is not None and after is not None and np.array_equal(before[1], after[1])
-        if not same or abs(before[0] - after[0]) > _TIME_TOLERANCE or after[0] <= last:
+    for original, copy in zip_longest(_decoded_pictures(source, 0.0), copied):
+        equal = original is not None and copy is not None and np.array_equal(original[1], copy[1])
+        if not equal or abs(original[0] - copy[0]) > _TIME_TOLERANCE or copy[0] <= last_time:
             raise UnsupportedError("a copy of its streams would show other pictures; use --transcode")
-        last = after[0]
+        last_time = copy[0]
 
 
 def _decoded_pictures(path: str, start: float) -> Iterator[tuple[float, Any]]:
@@ -325,11 +325,11 @@ def _choose_cuts(times: list[int], keys: list[bool], least: Fraction | None) -> 
     chosen = [0]
     if least is None:
         return chosen
-    before = list(accumulate(times, max))
-    after = list(accumulate(reversed(times), min))[::-1]
+    latest_before = list(accumulate(times, max))
+    earliest_after = list(accumulate(reversed(times), min))[::-1]
     at = max(min(times), 0)
     for i in range(1, len(times)):
-        if keys[i] and times[i] - at >= least and before[i - 1] < times[i] == after[i]:
+        if keys[i] and times[i] - at >= least and latest_before[i - 1] < times[i] == earliest_after[i]:
             chosen.append(i)
             at = times[i]
     return chosen
@@ -366,8 +366,8 @@ class _StreamCopier:
                     number += index == self._video.index
                     reached[index] = max(reached[index], clip)
                     self._mux(packet, clip)
-                    for done in [c for c in self._open if c < min(reached.values())]:
-                        self._open.pop(done)[0].close()
+                    for finished in [c for c in self._open if c < min(reached.values())]:
+                        self._open.pop(finished)[0].close()
         finally:
             for out, _ in self._open.values():
                 out.close()

@@ -177,10 +177,10 @@ def _probe_open(source: Any, ext: str) -> Probe:
         if video is not None:
             check_video(video)
         try:
-            packets, first, audio_counter = _demux(container, video, audio, zero_offset(source, container, audio))
+            packets, first_frame, audio_counter = _demux(container, video, audio, zero_offset(source, container, audio))
         except av.error.FFmpegError as error:
             raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
-        video_info = None if video is None else _video_info(source, ext, container, video, packets, first)
+        video_info = None if video is None else _video_info(source, ext, container, video, packets, first_frame)
         audio_info = None if audio is None else audio_counter.info(ext, audio)
         return _result(container, video_info, audio_info, audio_counter, sum(p.unclean for p in packets))
 
@@ -257,8 +257,8 @@ def zero_offset(source: Any, container: Any, audio: Any) -> int:
     """
     if audio is None or "matroska" not in container.format.name:
         return 0
-    again = source if isinstance(source, str) else io.BytesIO(source.getvalue())
-    with open_container(again, STORED_STAMPS) as stored:
+    reopened = source if isinstance(source, str) else io.BytesIO(source.getvalue())
+    with open_container(reopened, STORED_STAMPS) as stored:
         return first_stamped(stored, stored.streams[audio.index])
 
 
@@ -324,7 +324,7 @@ class _AudioCounter:
 def _demux(container: Any, video: Any, audio: Any, zero: int) -> tuple[list[_Packet], VideoFrame | None, _AudioCounter]:
     """Read the file once: collect all video packets, decode the first frame, and decode and count all audio."""
     packets: list[_Packet] = []
-    first: VideoFrame | None = None
+    first_frame: VideoFrame | None = None
     audio_counter = _AudioCounter(container.size, zero)
     for stream in (video, audio):
         if stream is not None:
@@ -339,7 +339,7 @@ def _demux(container: Any, video: Any, audio: Any, zero: int) -> tuple[list[_Pac
             if audio is not None and packet.stream.index == audio.index:
                 audio_counter.feed(packet)
                 continue
-            first = first or next(_decode(packet), None)
+            first_frame = first_frame or next(_decode(packet), None)
             if packet.size:
                 data, marked = memoryview(packet), packet.is_keyframe
                 shown = not packet.is_discard and is_shown(codec, data)
@@ -357,7 +357,7 @@ def _demux(container: Any, video: Any, audio: Any, zero: int) -> tuple[list[_Pac
                     )
                 )
                 check_frame_count(len(packets))
-    return packets, first, audio_counter
+    return packets, first_frame, audio_counter
 
 
 def _is_jpeg(data: memoryview) -> bool:
@@ -379,9 +379,9 @@ def _decode(packet: Any) -> Iterator[VideoFrame]:
 
 
 def _video_info(
-    source: Any, ext: str, container: Any, stream: Any, packets: list[_Packet], first: VideoFrame | None
+    source: Any, ext: str, container: Any, stream: Any, packets: list[_Packet], first_frame: VideoFrame | None
 ) -> VideoInfo:
-    if first is None:
+    if first_frame is None:
         raise CorruptionError(f"no frame of the video stream can be decoded within {limits.FRAME_PIXELS} pixels")
     has_empty_packets = "avi" in container.format.name
     packets_are_frames = not has_empty_packets or all(packet.picture for packet in packets)
@@ -397,17 +397,17 @@ def _video_info(
         ext=ext,
         stream=stream.index,
         codec=stream.codec_context.codec.canonical_name,
-        width=first.width,
-        height=first.height,
+        width=first_frame.width,
+        height=first_frame.height,
         fps=Fraction(rate).limit_denominator(1_000_000),
         frames=frames,
         time_base=Fraction(stream.time_base),
         start_pts=start,
         duration_pts=end - start,
-        pixel_format=first.format.name,
-        rotation=round(-first.rotation / 90) % 4 * 90,  # libav counts counter-clockwise
+        pixel_format=first_frame.format.name,
+        rotation=round(-first_frame.rotation / 90) % 4 * 90,  # libav counts counter-clockwise
         key_frames=keys,
-        color=color_of(first),
+        color=color_of(first_frame),
     )
 
 
@@ -452,9 +452,9 @@ def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Cou
     unclean = {p.pts for p in packets if p.unclean}
     keys, times, end, count = [], [], 0, 0
     with open_container(source) as container:
-        again = container.streams[stream.index]
-        configure_decoder(again)
-        with demuxed(container, again) as demuxed_packets:
+        reopened = container.streams[stream.index]
+        configure_decoder(reopened)
+        with demuxed(container, reopened) as demuxed_packets:
             for packet in demuxed_packets:
                 for frame in _decode(packet):
                     pts = frame.pts if frame.pts is not None else frame.dts

@@ -57,10 +57,10 @@ def parse(text: str) -> list[Cue]:
             if match is None:
                 raise CorruptionError(f"not WebVTT: {line.strip()[:80]!r} is not a cue timing")
             body = []
-            for more in rows:
-                if not more.strip():
+            for body_line in rows:
+                if not body_line.strip():
                     break
-                body.append(more)
+                body.append(body_line)
             cues.append(Cue(_milliseconds(match.groups()[:4]), _milliseconds(match.groups()[4:]), "\n".join(body)))
     return cues
 
@@ -114,18 +114,18 @@ def _clock(milliseconds: int) -> str:
 def with_fields(path: str | None, fields: Mapping[str, object], folder: str, name: str = "manifest") -> str:
     """Write a new JSON file in `folder` and return its path. It holds the object at `path`, if any, with `fields`."""
     target = Path(folder) / f"{name}.json"
-    found = {} if path is None else _object(Path(path))
-    target.write_text(json.dumps({**found, **fields}, ensure_ascii=False), "utf-8")
+    existing = {} if path is None else _read_object(Path(path))
+    target.write_text(json.dumps({**existing, **fields}, ensure_ascii=False), "utf-8")
     return str(target)
 
 
-def _object(path: Path) -> dict[str, object]:
+def _read_object(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         data = file.read(limits.SAMPLE_JSON_BYTES + 1)
     try:
-        found = parse_json(data, max_bytes=limits.SAMPLE_JSON_BYTES)
+        parsed = parse_json(data, max_bytes=limits.SAMPLE_JSON_BYTES)
     except ValueError as error:
         raise CorruptionError(f"its .json is not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise UnsupportedError("the JSON of a sample must be an object")
-    return found
+    return parsed

@@ -120,18 +120,18 @@ class View:
 
     def numbers(self, version: OpenIndex) -> Iterator[int]:
         """Yield the samples' numbers in the version, whose index is given, in ascending order."""
-        first = 0
+        start = 0
         for part, rows in enumerate(self.rows):
             remaining = version.remaining_rows(part)
-            yield from (first + (rows if remaining is None else np.searchsorted(remaining, rows))).tolist()
-            first = int(version.ends[part])
+            yield from (start + (rows if remaining is None else np.searchsorted(remaining, rows))).tolist()
+            start = int(version.ends[part])
 
     @property
     def digest(self) -> str:
         """BLAKE3 of the version's digest, the conditions and the rows."""
         source = self.lineage.sources[0]
-        named = msgspec.json.encode([source.digest, self.lineage.where, self.ids])
-        return str(blake3.blake3(named).hexdigest())
+        identity = msgspec.json.encode([source.digest, self.lineage.where, self.ids])
+        return str(blake3.blake3(identity).hexdigest())
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -172,9 +172,9 @@ def matching(opened: OpenIndex, document: VersionDocument, text: str) -> Iterato
         _check_type(connection, predicate)
         columns = [*predicate.columns, *({"bytes"} - set(predicate.columns))]
         for number, table in enumerate(opened.tables(columns)):
-            rows = _run(connection, predicate, table)
+            rows = _select_rows(connection, predicate, table)
             size = pc.sum(table["bytes"].take(pa.array(rows)), min_count=0).as_py()
-            yield _physical(opened, number, rows), size
+            yield _rows_of_part(opened, number, rows), size
     finally:
         connection.close()
 
@@ -185,50 +185,50 @@ def rows_with_keys(opened: OpenIndex, keys: Iterable[str]) -> tuple[RowSelection
     Also returns the keys that no sample has.
     """
     missing = set(keys)
-    wanted, found, sizes = pa.array(sorted(missing), pa.string()), RowSelection(), list[int]()
+    sorted_keys, selected, sizes = pa.array(sorted(missing), pa.string()), RowSelection(), list[int]()
     for number, table in enumerate(opened.tables(["key", "bytes"])):
-        hits = table.filter(pc.is_in(table["key"], wanted))
+        hits = table.filter(pc.is_in(table["key"], sorted_keys))
         missing.difference_update(hits["key"].to_pylist())
-        rows = np.flatnonzero(pc.is_in(table["key"], wanted).to_numpy()).astype(np.uint32)
-        found.add(_physical(opened, number, rows), opened.part_rows(number))
+        rows = np.flatnonzero(pc.is_in(table["key"], sorted_keys).to_numpy()).astype(np.uint32)
+        selected.add(_rows_of_part(opened, number, rows), opened.part_rows(number))
         sizes.append(pc.sum(hits["bytes"], min_count=0).as_py())
-    return found, sizes, missing
+    return selected, sizes, missing
 
 
-def _physical(opened: OpenIndex, part: int, rows: RowNumbers) -> RowNumbers:
-    left = opened.remaining_rows(part)
-    return rows if left is None else left[rows]
+def _rows_of_part(opened: OpenIndex, part: int, rows: RowNumbers) -> RowNumbers:
+    remaining = opened.remaining_rows(part)
+    return rows if remaining is None else remaining[rows]
 
 
 def _check_type(connection: Any, predicate: Predicate) -> None:
     """Run the condition over an empty table. This checks its names and types, and that its value is a boolean."""
     connection.register("part", _numbered(index.SCHEMA.empty_table().select(list(predicate.columns))))
     try:
-        found = connection.execute(predicate.sql.replace("SELECT __row", f"SELECT (\n{predicate.text}\n)", 1))
-        kind = str(found.description[0][1])
-        found.fetchall()
+        result = connection.execute(predicate.sql.replace("SELECT __row", f"SELECT (\n{predicate.text}\n)", 1))
+        kind = str(result.description[0][1])
+        result.fetchall()
     except import_duckdb().Error as error:
-        raise _failed(predicate, error) from error
+        raise _evaluation_error(predicate, error) from error
     if kind not in ("BOOLEAN", "bool"):
         raise UsageError(
             f"{quote(predicate.text)} is not a condition: its value is of type {kind}", hint="compare it with a value"
         )
 
 
-def _run(connection: Any, predicate: Predicate, table: Any) -> RowNumbers:
+def _select_rows(connection: Any, predicate: Predicate, table: Any) -> RowNumbers:
     connection.register("part", _numbered(table))
     try:
-        found: Mapping[str, Any] = connection.execute(predicate.sql).fetchnumpy()
+        columns: Mapping[str, Any] = connection.execute(predicate.sql).fetchnumpy()
     except import_duckdb().Error as error:
-        raise _failed(predicate, error) from error
-    return np.sort(np.asarray(found["__row"], np.uint32))
+        raise _evaluation_error(predicate, error) from error
+    return np.sort(np.asarray(columns["__row"], np.uint32))
 
 
 def _numbered(table: Any) -> Any:
     return table.append_column("__row", pa.array(np.arange(table.num_rows, dtype=np.uint32)))
 
 
-def _failed(predicate: Predicate, error: Exception) -> UsageError:
+def _evaluation_error(predicate: Predicate, error: Exception) -> UsageError:
     return UsageError(f"the condition {quote(predicate.text)} fails: {str(error).strip().splitlines()[0]}")
 
 
@@ -284,33 +284,35 @@ def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
         )
     if not text.strip():
         raise UsageError("the condition is empty", hint="for example: duration > 2 and height >= 720")
-    tree = _tree(connection, text)
+    tree = _syntax_tree(connection, text)
     references = list(_references(tree, text))
     if _growth(tree) > GROWTH:
         raise UsageError(
             f"the condition {quote(text)} could make values more than {GROWTH} times as long as its inputs",
             hint="use replacement texts that are no longer than the replaced ones, and concatenate fewer texts",
         )
-    known = {name.lower(): name for name in fields if name.lower() != ROW} | {name: name for name in COLUMNS}
-    used, own = dict[str, str](), set[str]()
+    column_names = {name.lower(): name for name in fields if name.lower() != ROW} | {name: name for name in COLUMNS}
+    used, json_fields = dict[str, str](), set[str]()
     for path in references:
         if len(path) == 2 and path[0].lower() == "fields":
-            own.add(_field(path[1], fields, text))
-        elif len(path) == 1 and path[0].lower() in known:
-            used[path[0].lower()] = known[path[0].lower()]
+            json_fields.add(_find_field(path[1], fields, text))
+        elif len(path) == 1 and path[0].lower() in column_names:
+            used[path[0].lower()] = column_names[path[0].lower()]
         else:
-            raise _unknown(".".join(path), fields, text)
-    made, needed = list[str](), set[str]()
+            raise _unknown_column(".".join(path), fields, text)
+    expressions, index_columns = list[str](), set[str]()
     for name in used.values():
         columns, expression = COLUMNS[name] if name in COLUMNS else (("fields",), _extract(name, fields[name]))
-        made.append(f"{expression} AS {_quoted(name)}")
-        needed.update(columns)
-    if own:
-        entries = ", ".join(f"{_quoted(name)} := {_extract(name, fields[name])}" for name in sorted(own))
-        made.append(f"struct_pack({entries}) AS fields")
-        needed.add("fields")
-    inner = ", ".join([ROW, *made])
-    return Predicate(text, tuple(sorted(needed)), f"SELECT __row FROM (SELECT {inner} FROM part) WHERE (\n{text}\n)")
+        expressions.append(f"{expression} AS {_quoted(name)}")
+        index_columns.update(columns)
+    if json_fields:
+        entries = ", ".join(f"{_quoted(name)} := {_extract(name, fields[name])}" for name in sorted(json_fields))
+        expressions.append(f"struct_pack({entries}) AS fields")
+        index_columns.add("fields")
+    inner = ", ".join([ROW, *expressions])
+    return Predicate(
+        text, tuple(sorted(index_columns)), f"SELECT __row FROM (SELECT {inner} FROM part) WHERE (\n{text}\n)"
+    )
 
 
 def quote(text: str) -> str:
@@ -318,22 +320,22 @@ def quote(text: str) -> str:
     return repr(text if len(text) <= 200 else text[:200] + "…")
 
 
-def _unreadable(text: str, why: str) -> UsageError:
+def _parse_error(text: str, why: str) -> UsageError:
     return UsageError(f"the condition {quote(text)} cannot be read: {why}", hint=_EXAMPLE)
 
 
-def _tree(connection: Any, text: str) -> Mapping[str, Any]:
+def _syntax_tree(connection: Any, text: str) -> Mapping[str, Any]:
     """Parse the condition inside a fixed statement. Raise `UsageError` if the text adds more to it than a condition."""
     wrapped = f"SELECT 1 FROM part WHERE (\n{text}\n)"
     try:
-        found = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [wrapped]).fetchall()[0][0])
+        parsed = json.loads(connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [wrapped]).fetchall()[0][0])
     except (import_duckdb().Error, ValueError, RecursionError, UnicodeError) as error:
-        raise _unreadable(text, _first_line(error)) from error
-    if found.get("error"):
-        raise _unreadable(text, str(found.get("error_message")))
-    node = found["statements"][0]["node"]
+        raise _parse_error(text, _first_line(error)) from error
+    if parsed.get("error"):
+        raise _parse_error(text, str(parsed.get("error_message")))
+    node = parsed["statements"][0]["node"]
     plain = (
-        len(found["statements"]) == 1
+        len(parsed["statements"]) == 1
         and node["type"] == "SELECT_NODE"
         and not any(node.get(part) for part in ("modifiers", "group_expressions", "having", "qualify", "sample"))
         and not node["cte_map"]["map"]
@@ -341,8 +343,8 @@ def _tree(connection: Any, text: str) -> Mapping[str, Any]:
     )
     if not plain or not node["where_clause"]:
         raise UsageError(f"the condition {quote(text)} is more than one boolean expression", hint=_EXAMPLE)
-    where: Mapping[str, Any] = node["where_clause"]
-    return where
+    clause: Mapping[str, Any] = node["where_clause"]
+    return clause
 
 
 def _references(tree: Mapping[str, Any], text: str) -> Iterator[list[str]]:
@@ -357,29 +359,31 @@ def _references(tree: Mapping[str, Any], text: str) -> Iterator[list[str]]:
             waiting += node
         elif isinstance(node, dict):
             if "class" in node:
-                _allow(node, text)
+                _check_allowed(node, text)
             if node.get("class") == "COLUMN_REF":
                 yield node["column_names"]
             waiting += [value for name, value in node.items() if name != "type_expr"]
 
 
-def _allow(node: Mapping[str, Any], text: str) -> None:
-    kind, what = node["class"], ""
+def _check_allowed(node: Mapping[str, Any], text: str) -> None:
+    kind, forbidden = node["class"], ""
     if kind not in _CLASSES:
-        what = {"SUBQUERY": "a sub-query", "STAR": "a star", "WINDOW": "a window function"}.get(kind, kind.lower())
+        forbidden = {"SUBQUERY": "a sub-query", "STAR": "a star", "WINDOW": "a window function"}.get(kind, kind.lower())
     elif kind == "FUNCTION":
         name = node["function_name"].lower()
-        more = node["schema"] or node["catalog"] or node["filter"] or node["distinct"] or node["order_bys"]["orders"]
-        what = "" if name in _FUNCTIONS and not more else f"the function {name}"
+        modifiers = (
+            node["schema"] or node["catalog"] or node["filter"] or node["distinct"] or node["order_bys"]["orders"]
+        )
+        forbidden = "" if name in _FUNCTIONS and not modifiers else f"the function {name}"
     elif kind == "OPERATOR" and node["type"] not in _OPERATORS:
-        what = node["type"].lower()
+        forbidden = node["type"].lower()
     elif kind == "CAST":
         target = node["type_expr"]
         simple = target.get("class") == "TYPE" and not target["children"] and not target["schema"]
-        what = "" if simple and target["type_name"].upper() in _CASTS else "such a cast"
-    if what:
+        forbidden = "" if simple and target["type_name"].upper() in _CASTS else "such a cast"
+    if forbidden:
         raise UsageError(
-            f"the condition {quote(text)} contains {what}, which conditions may not contain",
+            f"the condition {quote(text)} contains {forbidden}, which conditions may not contain",
             hint="compare columns with values, and join comparisons with and, or, not",
         )
 
@@ -397,28 +401,30 @@ def _growth(tree: Mapping[str, Any]) -> float:
             if name in ("concat", "||"):
                 joined += len(node["arguments"])
             elif name == "replace":
-                longer *= _longer(*(one["expression"] for one in node["arguments"][1:]))
+                longer *= _replace_growth(*(one["expression"] for one in node["arguments"][1:]))
     return longer * max(joined, 1)
 
 
-def _longer(*found: Mapping[str, Any]) -> float:
+def _replace_growth(*arguments: Mapping[str, Any]) -> float:
     """Return the growth factor of `replace` in the worst case, a text that consists only of the replaced string."""
     old, new = (
-        [str(one["literal"]["text"]) if "literal" in one else None for one in found] if len(found) == 2 else ("", "")
+        [str(one["literal"]["text"]) if "literal" in one else None for one in arguments]
+        if len(arguments) == 2
+        else ("", "")
     )
     if old is None or new is None:
         return 1 if new == "" else GROWTH + 1
     return max(1.0, len(new) / len(old)) if old else 1.0
 
 
-def _field(name: str, fields: Mapping[str, str], text: str) -> str:
+def _find_field(name: str, fields: Mapping[str, str], text: str) -> str:
     for field in fields:
         if field.lower() == name.lower():
             return field
-    raise _unknown(f"fields.{name}", fields, text)
+    raise _unknown_column(f"fields.{name}", fields, text)
 
 
-def _unknown(name: str, fields: Mapping[str, str], text: str) -> UsageError:
+def _unknown_column(name: str, fields: Mapping[str, str], text: str) -> UsageError:
     names = [*COLUMNS, *(field if field.lower() != ROW else f'fields."{field}"' for field in fields)]
     similar = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join(sorted(COLUMNS))}"

@@ -62,16 +62,16 @@ class PageCache:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes, self._held = max_bytes, 0
+        self._max_bytes, self._cached_bytes = max_bytes, 0
         self._pages = OrderedDict[tuple[int, int], tuple[Page, int]]()
         self._lock = threading.Lock()
 
     def get(self, part: int, page: int) -> Page | None:
         with self._lock:
-            found = self._pages.get((part, page))
-            if found is not None:
+            cached = self._pages.get((part, page))
+            if cached is not None:
                 self._pages.move_to_end((part, page))
-                return found[0]
+                return cached[0]
         return None
 
     def put(self, part: int, page: int, rows: Page, size: int) -> None:
@@ -79,9 +79,9 @@ class PageCache:
             if (part, page) in self._pages:
                 return
             self._pages[part, page] = rows, size
-            self._held += size
-            while self._held > self._max_bytes and len(self._pages) > 1:
-                self._held -= self._pages.popitem(last=False)[1][1]
+            self._cached_bytes += size
+            while self._cached_bytes > self._max_bytes and len(self._pages) > 1:
+                self._cached_bytes -= self._pages.popitem(last=False)[1][1]
 
 
 class PageReader:
@@ -97,12 +97,12 @@ class PageReader:
 
     def samples(self, rows: I64, numbers: Sequence[int]) -> list[Sample]:
         """Read the samples of these rows of the part, and give them these numbers."""
-        found = zip(self._raw(rows), rows.tolist(), numbers, strict=True)
-        return [self._rows.sample(raw, row, number) for raw, row, number in found]
+        raw_rows = zip(self._raw_rows(rows), rows.tolist(), numbers, strict=True)
+        return [self._rows.sample(raw, row, number) for raw, row, number in raw_rows]
 
     def files(self, rows: I64) -> list[Files]:
         """Return the positions of the files of these rows."""
-        return [self._rows.files(raw, row) for raw, row in zip(self._raw(rows), rows.tolist(), strict=True)]
+        return [self._rows.files(raw, row) for raw, row in zip(self._raw_rows(rows), rows.tolist(), strict=True)]
 
     def check(self) -> None:
         """Read, check and unpack all pages, `_CHECKED_PAGES` at a time, without caching them."""
@@ -112,27 +112,27 @@ class PageReader:
                 self._directory.unpack(page, stored)
 
     def _open(self, section: Section) -> Directory:
-        whole = section.pages <= READ_WHOLE_BYTES
-        start = section.offset if whole else section.offset + section.pages
+        read_whole = section.pages <= READ_WHOLE_BYTES
+        start = section.offset if read_whole else section.offset + section.pages
         data = memoryview(bytearray(section.end - start))
         read_ranges(self._store, self._part, [(start, data)])
-        if whole:
+        if read_whole:
             self._data, self._first = data[: section.pages], section.offset
         return Directory(section, data[len(data) - section.directory :], self._part.rows, self._name)
 
-    def _raw(self, rows: I64) -> list[msgspec.Raw]:
+    def _raw_rows(self, rows: I64) -> list[msgspec.Raw]:
         pages, inside = self._directory.find(rows)
-        wanted = pages.tolist()
-        got = self._pages(sorted(set(wanted)))
-        return [got[page][at] for page, at in zip(wanted, inside.tolist(), strict=True)]
+        page_numbers = pages.tolist()
+        unpacked = self._pages(sorted(set(page_numbers)))
+        return [unpacked[page][at] for page, at in zip(page_numbers, inside.tolist(), strict=True)]
 
-    def _pages(self, wanted: Sequence[int]) -> dict[int, Page]:
-        got = {page: rows for page in wanted if (rows := self._cache.get(self._number, page)) is not None}
-        missing = [page for page in wanted if page not in got]
+    def _pages(self, numbers: Sequence[int]) -> dict[int, Page]:
+        pages = {page: rows for page in numbers if (rows := self._cache.get(self._number, page)) is not None}
+        missing = [page for page in numbers if page not in pages]
         for page, stored in zip(missing, self._stored(missing), strict=True):
-            got[page] = self._directory.unpack(page, stored)
-            self._cache.put(self._number, page, got[page], self._directory.unpacked(page))
-        return got
+            pages[page] = self._directory.unpack(page, stored)
+            self._cache.put(self._number, page, pages[page], self._directory.unpacked(page))
+        return pages
 
     def _stored(self, pages: Sequence[int]) -> list[memoryview]:
         """Return the stored bytes of these pages. Adjacent pages are read as one range."""
@@ -146,12 +146,12 @@ class PageReader:
             else:
                 runs.append((start, end))
         data = memoryview(bytearray(sum(end - start for start, end in ranges)))
-        at, asked, views = 0, list[tuple[int, memoryview]](), list[memoryview]()
+        at, requests, views = 0, list[tuple[int, memoryview]](), list[memoryview]()
         for start, end in runs:
-            asked.append((start, data[at : at + end - start]))
+            requests.append((start, data[at : at + end - start]))
             at += end - start
-        if asked:
-            read_ranges(self._store, self._part, asked)
+        if requests:
+            read_ranges(self._store, self._part, requests)
         at = 0
         for start, end in ranges:
             views.append(data[at : at + end - start])

@@ -105,15 +105,15 @@ def _weight(sample: Sample) -> int:
 
 def store_part(store: Store, number: int, part: EncodedPart, rows: int, size: int, fields: dict[str, str]) -> IndexPart:
     """Store a part and return its entry for the version document. `size` is the total bytes of its samples' members."""
-    whole = digest(part.data)
-    key = f"index/{number:08}-{whole[:16]}.parquet"
+    part_digest = digest(part.data)
+    key = f"index/{number:08}-{part_digest[:16]}.parquet"
     store.put(key, part.data)
     return IndexPart(
         key=key,
         size=len(part.data),
         rows=rows,
         bytes=size,
-        digest=whole,
+        digest=part_digest,
         footer=part.footer,
         footer_digest=digest(part.data[-part.footer :]),
         pages=part.section,
@@ -215,8 +215,8 @@ def _with_chunk_digests(data: bytes, placeholder: bytes) -> bytes:
 
 def _common_files(table: Any) -> tuple[str, ...]:
     lists = table["members"].combine_chunks()
-    first = sorted({member["ext"] for member in lists[0].as_py()}) if len(lists) else []
-    return tuple(ext for ext in first if has_file(lists, ext).all())
+    extensions = sorted({member["ext"] for member in lists[0].as_py()}) if len(lists) else []
+    return tuple(ext for ext in extensions if has_file(lists, ext).all())
 
 
 def _samples_of(table: Any) -> Iterator[Sample]:
@@ -230,7 +230,7 @@ def constant_values(data: bytes) -> dict[str, str]:
 
     They come from the statistics in the footer.
     """
-    metadata, found = pc.ParquetReader(data).metadata, dict[str, str]()
+    metadata, constants = pc.ParquetReader(data).metadata, dict[str, str]()
     for name in STATISTICS:
         # this is also the number of the leaf column, because columns with several leaf columns come last
         number = SCHEMA.get_field_index(name)
@@ -238,8 +238,8 @@ def constant_values(data: bytes) -> dict[str, str]:
         if statistics and all(one is not None and one.has_min_max and not one.null_count for one in statistics):
             values = {value for one in statistics for value in (one.min, one.max)}
             if len(values) == 1:
-                found[name] = str(values.pop())
-    return found
+                constants[name] = str(values.pop())
+    return constants
 
 
 def footer_bytes(data: bytes) -> int:

@@ -139,18 +139,18 @@ def run_units(
     `step` receives the finished work, including that of recorded units. `recorded` is called with the number of each
     unit that has a record, in any order, by one thread at a time.
     """
-    left, resumed, done = [], 0, journal.done()
+    pending, resumed, done = [], 0, journal.done()
     for unit in units:
         record = journal.read(unit.number) if unit.number in done else None
         if record is None or not reuse(record):
-            left.append(unit)
+            pending.append(unit)
         else:
             resumed += 1
             step(record.done)
             recorded(unit.number)
-    if not left:
+    if not pending:
         return RunReport(resumed, ())
-    return RunReport(resumed, tuple(engine(task, journal, left, workers=workers, step=step, recorded=recorded)))
+    return RunReport(resumed, tuple(engine(task, journal, pending, workers=workers, step=step, recorded=recorded)))
 
 
 def run_local(

@@ -149,8 +149,8 @@ class StoredJournal(Journal[R]):
         This is `base`, unless an earlier start of the same run recorded another version.
         """
         key = f"{self.folder}/begun"
-        mine = msgspec.json.encode(_Start(base, secrets.token_hex(16)))
-        if self.store.put_if_absent(key, mine):
+        start = msgspec.json.encode(_Start(base, secrets.token_hex(16)))
+        if self.store.put_if_absent(key, start):
             return base
         try:
             return msgspec.json.decode(self.store.get(key), type=_Start).base

@@ -214,5 +214,5 @@ def _error_of(result: _UnitResult) -> HeadraceError:
 
 
 def _cluster_cores() -> float:
-    found: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # ray has no types here
-    return found.get("CPU", 1)
+    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]  # ray has no types here
+    return resources.get("CPU", 1)

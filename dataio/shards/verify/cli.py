@@ -100,8 +100,8 @@ def verify(args: Namespace) -> int:
 def _print_report(report: VerifyReport, *, planned: bool) -> None:
     print(f"{one_line(report.url)} version {report.version}: {limits.counted(report.samples, 'sample')}")
     _print_table(report)
-    for found in report.damaged:
-        _print_findings(found)
+    for damaged in report.damaged:
+        _print_findings(damaged)
     if report.orphans_found:
         print(f"objects that no version names (a writer may be at work): {report.orphans_found}")
         for key in report.orphans[:LISTED]:
@@ -111,8 +111,8 @@ def _print_report(report: VerifyReport, *, planned: bool) -> None:
     print(f"{verdict}{fixed}; {byte_rate(report.bytes, report.seconds)}")
     if report.resumed:
         print(f"continued an interrupted run: {report.resumed} units were already done")
-    if report.damaged and not report.repaired and not any(found.unrepaired for found in report.damaged):
-        as_packed = all(finding.code == "decode" for found in report.damaged for finding in found.findings)
+    if report.damaged and not report.repaired and not any(damaged.unrepaired for damaged in report.damaged):
+        as_packed = all(finding.code == "decode" for damaged in report.damaged for finding in damaged.findings)
         print(f"  next: {_AS_PACKED if as_packed else _NOT_APPLIED if planned else _CHANGED}")
 
 
@@ -132,17 +132,17 @@ def _print_table(report: VerifyReport) -> None:
         print(f"  and {len(report.objects) - len(shown)} more (--json lists all)")
 
 
-def _print_findings(found: ObjectReport) -> None:
-    print(f"{one_line(found.object)}:")
-    for finding in found.findings[:_LISTED_OF_ONE]:
+def _print_findings(damaged: ObjectReport) -> None:
+    print(f"{one_line(damaged.object)}:")
+    for finding in damaged.findings[:_LISTED_OF_ONE]:
         of = f"{finding.key}.{finding.ext}: " if finding.ext else f"{finding.key}: " if finding.key else ""
         print(f"  {finding.code}: {one_line(of + finding.message)}")
-    if found.found > _LISTED_OF_ONE:
-        print(f"  and {found.found - _LISTED_OF_ONE} more (--json lists more)")
-    if found.unrepaired:
-        print(f"  not repaired: {one_line(found.unrepaired)}")
+    if damaged.found > _LISTED_OF_ONE:
+        print(f"  and {damaged.found - _LISTED_OF_ONE} more (--json lists more)")
+    if damaged.unrepaired:
+        print(f"  not repaired: {one_line(damaged.unrepaired)}")
 
 
-def _progress_text(done: VerifyProgress) -> str:
-    damaged = f" ({done.damaged} damaged)" if done.damaged else ""
-    return f"{done.shards}/{done.shards_total} shards{damaged}"
+def _progress_text(progress: VerifyProgress) -> str:
+    damaged = f" ({progress.damaged} damaged)" if progress.damaged else ""
+    return f"{progress.shards}/{progress.shards_total} shards{damaged}"

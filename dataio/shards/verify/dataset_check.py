@@ -197,7 +197,7 @@ class _DatasetCheck:
         bitmaps = {
             key: check_bitmaps(self._store, self._copy, key, document) for key in bitmaps_by_object(document.index)
         }
-        units = part_units(document, {key for key, found in bitmaps.items() if not found.found})
+        units = part_units(document, {key for key, bitmap_report in bitmaps.items() if not bitmap_report.found})
         journal = self._journal.open(f"{plan}/parts", CheckedParts)
         task = part_task(self._store, self._copy, document)
         run = run_units(

@@ -41,9 +41,9 @@ _DATA_FOLDERS = ("shards/", "index/")
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
 
-def with_repair(made: ObjectReport, repaired: bool, unrepaired: str) -> ObjectReport:
+def with_repair(object_report: ObjectReport, repaired: bool, unrepaired: str) -> ObjectReport:
     """Return a copy of the report with the result of the repair."""
-    return msgspec.structs.replace(made, repaired=repaired, unrepaired=unrepaired)
+    return msgspec.structs.replace(object_report, repaired=repaired, unrepaired=unrepaired)
 
 
 def check_documents(store: Store, copy: Store | None) -> list[ObjectReport]:
@@ -54,9 +54,9 @@ def check_documents(store: Store, copy: Store | None) -> list[ObjectReport]:
     numbers = [int(match[1]) for match in map(_VERSION_KEY.fullmatch, keys) if match]
     if not numbers:
         raise NotFoundError(f"there is no dataset at {store.location.url}", hint="check the address")
-    wanted = [versions.DATASET_KEY, *(versions.version_key(n) for n in range(1, max(numbers) + 1))]
-    wanted += sorted(key for key in keys if key.startswith("tags/"))
-    return [_check_document(store, copy, key) for key in wanted]
+    document_keys = [versions.DATASET_KEY, *(versions.version_key(n) for n in range(1, max(numbers) + 1))]
+    document_keys += sorted(key for key in keys if key.startswith("tags/"))
+    return [_check_document(store, copy, key) for key in document_keys]
 
 
 def _check_document(store: Store, copy: Store | None, key: str) -> ObjectReport:
@@ -181,17 +181,17 @@ def find_orphans(store: Store, document: VersionDocument) -> list[str]:
 
     If a version cannot be read, this returns an empty list, because that version may name some of them.
     """
-    named = _named_objects(document)
+    referenced = _referenced_objects(document)
     for number in history.list_versions(store):
         if number != document.version:
             try:
-                named |= _named_objects(history.load(store, number)[0])
+                referenced |= _referenced_objects(history.load(store, number)[0])
             except (CorruptionError, UnsupportedError):
                 return []
-    return [info.key for prefix in _DATA_FOLDERS for info in store.list(prefix) if info.key not in named]
+    return [info.key for prefix in _DATA_FOLDERS for info in store.list(prefix) if info.key not in referenced]
 
 
-def _named_objects(document: VersionDocument) -> set[str]:
+def _referenced_objects(document: VersionDocument) -> set[str]:
     keys = {shard.key for shard in document.shards} | {part.key for part in document.index}
     keys |= {part.bitmap.key for part in document.index if part.bitmap is not None}
     for entries in (document.shards, document.index):

@@ -107,19 +107,19 @@ class _PartRunner(UnitRunner[PartUnit, CheckedParts]):
             yield unit, CheckedParts(parts)
 
     def _check(self, part: int, readable: bool) -> CheckedPart:
-        made = check_part(self._store, self._copy, self._document.index[part])
-        if made.found or not readable:
-            return CheckedPart(report=made, good=False)
+        part_report = check_part(self._store, self._copy, self._document.index[part])
+        if part_report.found or not readable:
+            return CheckedPart(report=part_report, good=False)
         try:
             rows = self._opened.check_part(part)
             runs = tuple(self._opened.shard_runs(part))
         except CorruptionError as error:
-            return CheckedPart(report=made, good=True, fault=error.message)
+            return CheckedPart(report=part_report, good=True, fault=error.message)
         if rows.wrong_pages:
-            found = report("index", made.object, [Finding(code="pages", message=rows.wrong_pages)])
-            made = msgspec.structs.replace(made, findings=found.findings, found=found.found)
+            page_report = report("index", part_report.object, [Finding(code="pages", message=rows.wrong_pages)])
+            part_report = msgspec.structs.replace(part_report, findings=page_report.findings, found=page_report.found)
         return CheckedPart(
-            report=made, good=True, first=rows.first, last=rows.last, runs=runs, wrong_pages=rows.wrong_pages
+            report=part_report, good=True, first=rows.first, last=rows.last, runs=runs, wrong_pages=rows.wrong_pages
         )
 
 
@@ -151,13 +151,13 @@ class IndexCheck:
 
         Samples of parts that cannot be read are left out.
         """
-        found: list[list[tuple[int, int]]] = [[] for _ in document.shards]
+        ranges: list[list[tuple[int, int]]] = [[] for _ in document.shards]
         for number, part in enumerate(self.parts):
             at = int(self.opened.ends[number - 1]) if number else 0
             for shard, samples in part.runs:
-                found[shard].append((at, at + samples))
+                ranges[shard].append((at, at + samples))
                 at += samples
-        return found
+        return ranges
 
 
 def combine_parts(
@@ -168,7 +168,7 @@ def combine_parts(
     opened = OpenIndex(store, document)
     wrong = tuple(number for number, one in enumerate(parts) if one.wrong_pages)
     if parts and all(one.good for one in parts):
-        fault = _fault(opened, parts)
+        fault = _first_fault(opened, parts)
         if fault:
             reports.append(report("index", "the index as a whole", [Finding(code="order", message=fault)]))
     if wrong:
@@ -180,16 +180,16 @@ def combine_parts(
     return IndexCheck(reports, parts, opened, wrong, resumed)
 
 
-def _fault(opened: OpenIndex, parts: Sequence[CheckedPart]) -> str:
+def _first_fault(opened: OpenIndex, parts: Sequence[CheckedPart]) -> str:
     """Return the first problem of the index as a whole: the rows, the order of the parts, or repeated keys."""
-    last: Position | None = None
+    previous: Position | None = None
     try:
-        for one in parts:
-            if one.fault:
-                return one.fault
-            if one.first is not None:
-                opened.check_follows(last, one.first)
-                last = one.last
+        for part in parts:
+            if part.fault:
+                return part.fault
+            if part.first is not None:
+                opened.check_follows(previous, part.first)
+                previous = part.last
         opened.check_keys()
     except CorruptionError as error:
         return error.message

@@ -32,18 +32,18 @@ class VersionStores(msgspec.Struct, frozen=True):
 
 def stores_of(store: Store, copy: Store | None, document: versions.VersionDocument) -> VersionStores:
     """Return the locations for another machine."""
-    found = VersionStores(store.location, None if copy is None else copy.location, document.version)
-    check_shareable(*(at for at in (found.store, found.copy) if at is not None))
-    return found
+    stores = VersionStores(store.location, None if copy is None else copy.location, document.version)
+    check_shareable(*(at for at in (stores.store, stores.copy) if at is not None))
+    return stores
 
 
 @contextlib.contextmanager
-def open_stores(found: VersionStores) -> Iterator[tuple[Store, Store | None, versions.VersionDocument]]:
+def open_stores(stores: VersionStores) -> Iterator[tuple[Store, Store | None, versions.VersionDocument]]:
     """Open the stores, and read the version document."""
     with contextlib.ExitStack() as stack:
-        store = stack.enter_context(open_location(found.store))
-        copy = None if found.copy is None else stack.enter_context(open_location(found.copy))
-        yield store, copy, history.load(store, found.version)[0]
+        store = stack.enter_context(open_location(stores.store))
+        copy = None if stores.copy is None else stack.enter_context(open_location(stores.copy))
+        yield store, copy, history.load(store, stores.version)[0]
 
 
 def local_threads(workers: int | None) -> int:

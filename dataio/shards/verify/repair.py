@@ -70,7 +70,7 @@ def _nonce(store: Store) -> str | None:
 
 def repair_document(store: Store, copy: Store, key: str, check: Callable[[bytes, str], object]) -> None:
     """Replace a document with the copy's, if the copy's passes `check(bytes, name)`."""
-    data = _get(copy, key, limits.JSON_DOCUMENT_BYTES)
+    data = _get_from_copy(copy, key, limits.JSON_DOCUMENT_BYTES)
     try:
         check(data, f"{copy.location.url}: {key}")
     except HeadraceError as error:
@@ -83,19 +83,19 @@ def repair_page(store: Store, copy: Store, page: Page) -> None:
     store.put(page.key, check_page(copy, page))
 
 
-def repair_part(store: Store, copy: Store, wanted: IndexPart) -> None:
+def repair_part(store: Store, copy: Store, part: IndexPart) -> None:
     """Replace an index part with the copy's."""
-    _check_not_mounted(wanted.key)
-    data = _get(copy, wanted.key, versions.PART_BYTES)
-    if len(data) != wanted.size or digest(data) != wanted.digest:
+    _check_not_mounted(part.key)
+    data = _get_from_copy(copy, part.key, versions.PART_BYTES)
+    if len(data) != part.size or digest(data) != part.digest:
         raise NotRepairable("the object in the copy is damaged, too: its BLAKE3 digest does not match the version")
-    store.put(wanted.key, data)
+    store.put(part.key, data)
 
 
 def repair_bitmaps(store: Store, copy: Store, key: str, ranges: Sequence[RowBitmap]) -> None:
     """Replace an object of bitmaps with the copy's, if all `ranges` that the version uses are intact there."""
     _check_not_mounted(key)
-    data = _get(copy, key, versions.PART_BYTES)
+    data = _get_from_copy(copy, key, versions.PART_BYTES)
     if any(digest(data[k.offset : k.offset + k.size]) != k.digest for k in ranges):
         raise NotRepairable(
             "the object in the copy is damaged, too: the BLAKE3 digest of a range does not match the version"
@@ -103,29 +103,29 @@ def repair_bitmaps(store: Store, copy: Store, key: str, ranges: Sequence[RowBitm
     store.put(key, data)
 
 
-def repair_shard(store: Store, copy: Store, wanted: Shard, rows: Sequence[IndexedMember], own: ShardCheck) -> None:
+def repair_shard(store: Store, copy: Store, shard: Shard, rows: Sequence[IndexedMember], check: ShardCheck) -> None:
     """Replace a shard with an intact one.
 
     The headers come from the dataset's shard or from the copy's, whichever has intact headers. Each member comes from a
     shard in which it is intact.
     """
-    _check_not_mounted(wanted.key)
+    _check_not_mounted(shard.key)
     try:
-        if own.intact:
-            base, base_bad, other = store, own.bad_offsets, copy
-            other_bad = check_members(copy, wanted, (w for w in rows if w.offset in own.bad_offsets))
+        if check.intact:
+            base, base_bad, other = store, check.bad_offsets, copy
+            other_bad = check_members(copy, shard, (w for w in rows if w.offset in check.bad_offsets))
         else:
-            theirs = check_shard(copy, wanted, rows)
-            if not theirs.intact:
-                raise NotRepairable(f"the object in the copy is damaged, too: {theirs.findings[0].message}")
-            base, base_bad, other, other_bad = copy, theirs.bad_offsets, store, own.bad_offsets
-        lost = sorted(base_bad & other_bad)
-        if lost:
-            count = limits.counted(len(lost), "member")
+            copy_check = check_shard(copy, shard, rows)
+            if not copy_check.intact:
+                raise NotRepairable(f"the object in the copy is damaged, too: {copy_check.findings[0].message}")
+            base, base_bad, other, other_bad = copy, copy_check.bad_offsets, store, check.bad_offsets
+        damaged_in_both = sorted(base_bad & other_bad)
+        if damaged_in_both:
+            count = limits.counted(len(damaged_in_both), "member")
             raise NotRepairable(
-                f"the object in the copy is damaged, too: {count} damaged in both, the first at offset {lost[0]}"
+                f"the object in the copy is damaged, too: {count} damaged in both, the first at offset {damaged_in_both[0]}"
             )
-        store.put_multipart(wanted.key, _merged(base, other, base_bad, wanted, rows))
+        store.put_multipart(shard.key, _merged(base, other, base_bad, shard, rows))
     except CorruptionError as error:
         raise NotRepairable(error.message) from error
 
@@ -159,9 +159,9 @@ def _range(store: Store, key: str, start: int, end: int) -> Iterator[bytes]:
         yield bytes(piece)
 
 
-def _get(copy: Store, key: str, most: int) -> bytes:
+def _get_from_copy(copy: Store, key: str, max_bytes: int) -> bytes:
     try:
-        return copy.get(key, max_bytes=most)
+        return copy.get(key, max_bytes=max_bytes)
     except (NotFoundError, CapacityError) as error:
         raise NotRepairable(f"the copy has no such object: {error.message}") from error
 
@@ -173,8 +173,8 @@ def _check_not_mounted(key: str) -> None:
 
 def bitmaps_by_object(parts: Iterable[IndexPart]) -> dict[str, list[RowBitmap]]:
     """Return the bitmaps that the parts use, by the object that holds them."""
-    found: dict[str, list[RowBitmap]] = {}
+    bitmaps: dict[str, list[RowBitmap]] = {}
     for described in parts:
         if described.bitmap is not None:
-            found.setdefault(described.bitmap.key, []).append(described.bitmap)
-    return found
+            bitmaps.setdefault(described.bitmap.key, []).append(described.bitmap)
+    return bitmaps

@@ -89,7 +89,7 @@ class VerifyProgress(msgspec.Struct, frozen=True):
     damaged: int
 
 
-def report(kind: str, name: str, findings: list[Finding], **more: int) -> ObjectReport:
+def report(kind: str, name: str, findings: list[Finding], **counts: int) -> ObjectReport:
     """Make an object's report. It counts all findings and lists the first `LISTED`."""
-    made = ObjectReport(object=name, kind=kind, findings=tuple(findings[:LISTED]), found=len(findings))
-    return msgspec.structs.replace(made, **more)
+    object_report = ObjectReport(object=name, kind=kind, findings=tuple(findings[:LISTED]), found=len(findings))
+    return msgspec.structs.replace(object_report, **counts)

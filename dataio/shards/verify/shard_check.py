@@ -58,28 +58,28 @@ class ShardCheck:
     bad_offsets: set[int] = field(default_factory=set)
     findings: list[Finding] = field(default_factory=list)
 
-    def add_structure_fault(self, code: str, message: str, wanted: IndexedMember | None = None) -> None:
+    def add_structure_fault(self, code: str, message: str, member: IndexedMember | None = None) -> None:
         """Add a fault of the tar itself."""
         self.intact = False
-        self.add_finding(code, message, wanted)
+        self.add_finding(code, message, member)
 
-    def add_bad_member(self, code: str, message: str, wanted: IndexedMember) -> None:
+    def add_bad_member(self, code: str, message: str, member: IndexedMember) -> None:
         """Add a member whose bytes are wrong."""
-        self.bad_offsets.add(wanted.offset)
-        self.add_finding(code, message, wanted)
+        self.bad_offsets.add(member.offset)
+        self.add_finding(code, message, member)
 
-    def add_finding(self, code: str, message: str, wanted: IndexedMember | None) -> None:
+    def add_finding(self, code: str, message: str, member: IndexedMember | None) -> None:
         """Add a finding. The fault may also lie in the index."""
-        if wanted is None:
+        if member is None:
             self.findings.append(Finding(code=code, message=message))
         else:
             self.findings.append(
-                Finding(code=code, message=message, key=wanted.key, ext=wanted.ext, offset=wanted.offset)
+                Finding(code=code, message=message, key=member.key, ext=member.ext, offset=member.offset)
             )
 
 
 def check_shard(
-    store: Store, shard: Shard, wanted: Sequence[IndexedMember], step: Callable[[int], None] = lambda _: None
+    store: Store, shard: Shard, members: Sequence[IndexedMember], step: Callable[[int], None] = lambda _: None
 ) -> ShardCheck:
     """Read the shard and compare it with the rows. `step` is called with the number of bytes since the last call."""
     result = ShardCheck()
@@ -87,43 +87,43 @@ def check_shard(
         size = store.stat(shard.key).size
     except NotFoundError:
         result.add_structure_fault("missing", "the object does not exist")
-        result.bad_offsets = {w.offset for w in wanted}
+        result.bad_offsets = {w.offset for w in members}
         step(shard.size)
         return result
     if size != shard.size:
-        what = "truncated" if size < shard.size else "extended"
-        result.add_structure_fault("size", f"{what}: it has {size} bytes, the version says {shard.size}")
-    left = {w.offset: w for w in wanted}
+        change = "truncated" if size < shard.size else "extended"
+        result.add_structure_fault("size", f"{change}: it has {size} bytes, the version says {shard.size}")
+    unseen = {w.offset: w for w in members}
     with ReadAhead(store, shard.key, size, _WINDOW) as ahead:
-        _walk(ahead, shard.key, left, result, step)
-        for member in sorted(left.values(), key=lambda w: w.offset):
+        _walk(ahead, shard.key, unseen, result, step)
+        for member in sorted(unseen.values(), key=lambda w: w.offset):
             _check_bytes(ahead, member, result)
     result.bytes = size
     step(max(0, shard.size - min(size, shard.size)))
     return result
 
 
-def check_members(store: Store, shard: Shard, wanted: Iterable[IndexedMember]) -> set[int]:
+def check_members(store: Store, shard: Shard, members: Iterable[IndexedMember]) -> set[int]:
     """Read only these members of a shard, and return the offsets of those with wrong or missing bytes."""
     result = ShardCheck()
     try:
         size = store.stat(shard.key).size
     except NotFoundError:
-        return {w.offset for w in wanted}
+        return {w.offset for w in members}
     with ReadAhead(store, shard.key, size, _WINDOW) as ahead:
-        for member in sorted(wanted, key=lambda w: w.offset):
+        for member in sorted(members, key=lambda w: w.offset):
             _check_bytes(ahead, member, result)
     return result.bad_offsets
 
 
 def _walk(
-    ahead: ReadAhead, shard: str, left: dict[int, IndexedMember], result: ShardCheck, step: Callable[[int], None]
+    ahead: ReadAhead, shard: str, unseen: dict[int, IndexedMember], result: ShardCheck, step: Callable[[int], None]
 ) -> None:
-    """Check the members that the headers name, and remove them from `left`."""
+    """Check the members that the headers name, and remove them from `unseen`."""
     at = 0
     try:
         for entry in tar.scan(ahead.read_at, ahead.size, shard):
-            member = left.pop(entry.offset, None)
+            member = unseen.pop(entry.offset, None)
             if member is not None:
                 _check_header(entry, member, shard, result)
                 _check_bytes(ahead, member, result)
@@ -134,7 +134,7 @@ def _walk(
     except (CorruptionError, UnsupportedError) as error:
         result.add_structure_fault("structure", error.message.removeprefix(f"{shard}: "))
     else:
-        for member in left.values():
+        for member in unseen.values():
             result.add_structure_fault(
                 "header", f"no member starts at offset {member.offset}, where the index has one", member
             )
@@ -143,11 +143,11 @@ def _walk(
 
 def _check_header(entry: tar.TarMember, member: IndexedMember, shard: str, result: ShardCheck) -> None:
     key = entry.key.removeprefix("./")
-    same = member.key == entry.key or (shard.startswith(PREFIX) and ("/" + member.key).endswith("/" + key))
-    if not same or entry.ext != member.ext or entry.length != member.length:
-        found, named = f"{entry.name!r} of {entry.length} bytes", f"{member.key}.{member.ext} of {member.length}"
+    same_key = member.key == entry.key or (shard.startswith(PREFIX) and ("/" + member.key).endswith("/" + key))
+    if not same_key or entry.ext != member.ext or entry.length != member.length:
+        stored, indexed = f"{entry.name!r} of {entry.length} bytes", f"{member.key}.{member.ext} of {member.length}"
         result.add_structure_fault(
-            "header", f"the header at offset {entry.header} is of {found}, the index has {named}", member
+            "header", f"the header at offset {entry.header} is of {stored}, the index has {indexed}", member
         )
 
 
@@ -172,8 +172,8 @@ def _check_bytes(ahead: ReadAhead, member: IndexedMember, result: ShardCheck) ->
         result.add_bad_member(
             "checksum", "its bytes are not those that were packed: the checksum does not match", member
         )
-    elif (expected := member.pieces) is not None and (found := hasher.pieces()) is not None:
-        number = first_difference(found, expected)
+    elif (expected := member.pieces) is not None and (actual := hasher.pieces()) is not None:
+        number = first_difference(actual, expected)
         if number is not None:
             why = (
                 f"its checksum matches, but the index has another digest of its piece {number} of {expected.size} bytes"

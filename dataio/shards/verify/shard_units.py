@@ -102,8 +102,8 @@ def shard_task(
             yield _ShardRunner(store=store, copy=copy, document=document, settings=settings, pool=pool, threads=threads)
 
     def remote() -> RemoteTask[ShardUnit, CheckedShards]:
-        sent = _RemoteSettings(stores_of(store, copy, document), settings)
-        return RemoteTask(_open_remote, msgspec.msgpack.encode(sent))
+        remote_settings = _RemoteSettings(stores_of(store, copy, document), settings)
+        return RemoteTask(_open_remote, msgspec.msgpack.encode(remote_settings))
 
     return Task("verify", ShardUnit, opener, remote)
 
@@ -115,12 +115,14 @@ class _RemoteSettings(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def _open_remote(settings: bytes) -> Iterator[_ShardRunner]:
-    found = msgspec.msgpack.decode(settings, type=_RemoteSettings)
+    remote_settings = msgspec.msgpack.decode(settings, type=_RemoteSettings)
     with (
-        open_stores(found.stores) as (store, copy, document),
+        open_stores(remote_settings.stores) as (store, copy, document),
         WorkerPool(jobs.COMMAND, jobs.HELLO, 1) as pool,
     ):
-        yield _ShardRunner(store=store, copy=copy, document=document, settings=found.settings, pool=pool, threads=1)
+        yield _ShardRunner(
+            store=store, copy=copy, document=document, settings=remote_settings.settings, pool=pool, threads=1
+        )
 
 
 class _ShardRunner(UnitRunner[ShardUnit, CheckedShards]):
@@ -168,21 +170,25 @@ class _ShardRunner(UnitRunner[ShardUnit, CheckedShards]):
         )
 
     def _check(self, shard: Shard, samples: Sequence[Sample], step: Step) -> ObjectReport:
-        wanted = [IndexedMember(s.key, m.ext, m.offset, m.length, m.xxh3, m.pieces) for s in samples for m in s.members]
-        check = check_shard(self._store, shard, wanted, lambda size: step(Done(bytes=size)))
+        members = [
+            IndexedMember(s.key, m.ext, m.offset, m.length, m.xxh3, m.pieces) for s in samples for m in s.members
+        ]
+        check = check_shard(self._store, shard, members, lambda size: step(Done(bytes=size)))
         repaired, unrepaired = False, ""
         if (check.bad_offsets or not check.intact) and self._copy is not None:
             try:
                 if not self._settings.complete:
                     raise NotRepairable("the index is damaged, so the contents of the shard are not known")
-                repair_shard(self._store, self._copy, shard, wanted, check)
-                repaired, check = True, check_shard(self._store, shard, wanted)
+                repair_shard(self._store, self._copy, shard, members, check)
+                repaired, check = True, check_shard(self._store, shard, members)
             except NotRepairable as error:
                 unrepaired = str(error)
         decoded = self._decode(samples, check)
-        made = report("shard", shard.key, check.findings, bytes=check.bytes, members=check.members, decoded=decoded)
+        shard_report = report(
+            "shard", shard.key, check.findings, bytes=check.bytes, members=check.members, decoded=decoded
+        )
         step(Done(1, 0, 0, bool(check.findings)))
-        return with_repair(made, repaired, unrepaired)
+        return with_repair(shard_report, repaired, unrepaired)
 
     def _decode(self, samples: Sequence[Sample], check: ShardCheck) -> int:
         """Decode the chosen samples whose bytes are intact, and add their faults to `check`."""

@@ -290,10 +290,10 @@ def encode_version(store: Store, document: VersionDocument) -> bytes:
         if len(data) <= WHOLE_BYTES:
             return data
     shards, parts = _paged(store, document.shards, Shard), _paged(store, document.index, IndexPart)
-    made = {name: getattr(document, name) for name in _COMMON} | {"format": PAGED_FORMAT}
+    common = {name: getattr(document, name) for name in _COMMON} | {"format": PAGED_FORMAT}
     shard_pages = shards.stored(store, paging.PAGE_SHARDS, "shards")
     part_pages = parts.stored(store, paging.PAGE_PARTS, "parts")
-    return encode(_PagedDocument(**made, summary=document.summary(), shard_pages=shard_pages, part_pages=part_pages))
+    return encode(_PagedDocument(**common, summary=document.summary(), shard_pages=shard_pages, part_pages=part_pages))
 
 
 def _paged(store: Store, entries: Sequence[T], kind: type[T]) -> PagedList[T]:
@@ -329,15 +329,19 @@ def check_bytes(data: bytes, name: str, newest: int = FORMAT) -> int:
         unseal(data, name)
     try:
         parse_json(data, unique_names=True)
-        found = msgspec.json.decode(data, type=_Format).format
-        if found > newest:
-            raise UnsupportedError(f"{name} has format {found}; this Headrace reads {newest}", hint="upgrade Headrace")
-        if found < FORMAT:
-            raise CorruptionError(f"{name} has format {found}, which does not exist", hint="restore it from a copy")
+        stored_format = msgspec.json.decode(data, type=_Format).format
+        if stored_format > newest:
+            raise UnsupportedError(
+                f"{name} has format {stored_format}; this Headrace reads {newest}", hint="upgrade Headrace"
+            )
+        if stored_format < FORMAT:
+            raise CorruptionError(
+                f"{name} has format {stored_format}, which does not exist", hint="restore it from a copy"
+            )
     except (msgspec.MsgspecError, ValueError) as error:
         raise CorruptionError(f"{name} is not a version document or dataset.json: {error}") from error
     unseal(data, name)
-    return found
+    return stored_format
 
 
 def decode(data: bytes, version: int, name: str, store: Store) -> VersionDocument:
@@ -349,10 +353,10 @@ def decode(data: bytes, version: int, name: str, store: Store) -> VersionDocumen
     try:
         if paged:
             return _open_pages(msgspec.json.decode(data, type=_PagedDocument), version, name, store)
-        whole = msgspec.json.decode(data, type=_WholeDocument)
+        stored = msgspec.json.decode(data, type=_WholeDocument)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{name} is not a version document: {error}") from error
-    document = VersionDocument(**{field: getattr(whole, field) for field in VersionDocument.__struct_fields__})
+    document = VersionDocument(**{field: getattr(stored, field) for field in VersionDocument.__struct_fields__})
     _check(document, version, name)
     return document
 

@@ -111,31 +111,32 @@ def commit(store: Store, build: Callable[[VersionDocument], VersionDocument], *,
 
     Raises `NotFoundError` if there is no dataset, and `ConflictError` after `COMMIT_TRIES` lost races.
     """
-    for lost in range(COMMIT_TRIES):
+    for attempt in range(COMMIT_TRIES):
         newest, _ = load(store, _newest(store))
         base = newest if newest.trunk == newest.version else load(store, newest.trunk)[0]
         try:
             built = build(base)
         except (UsageError, ConflictError) as error:
-            if not lost:
+            if not attempt:
                 raise
-            raise ConflictError(f"{_won(store, newest)}: {error.message}", hint=error.hint) from error
+            raise ConflictError(f"{_describe_winner(store, newest)}: {error.message}", hint=error.hint) from error
         number = newest.version + 1
         document = msgspec.structs.replace(
             built, version=number, trunk=number if trunk else newest.trunk, nonce=secrets.token_hex(16)
         )
         if store.put_if_absent(version_key(number), encode_version(store, document)):
             return document
-        time.sleep(random.uniform(0, 0.01 * min(lost + 1, 20)))
+        time.sleep(random.uniform(0, 0.01 * min(attempt + 1, 20)))
     winner, _ = load(store, _newest(store))
     raise ConflictError(
-        f"{_won(store, winner)}, and {COMMIT_TRIES} attempts lost the race against other writers", hint="try again"
+        f"{_describe_winner(store, winner)}, and {COMMIT_TRIES} attempts lost the race against other writers",
+        hint="try again",
     )
 
 
-def _won(store: Store, winner: VersionDocument) -> str:
-    what = f" ({winner.message})" if winner.message else ""
-    return f"{store.location.url}: another writer made version {winner.version}{what} at {winner.created}"
+def _describe_winner(store: Store, winner: VersionDocument) -> str:
+    message = f" ({winner.message})" if winner.message else ""
+    return f"{store.location.url}: another writer made version {winner.version}{message} at {winner.created}"
 
 
 def _newest(store: Store) -> int:
@@ -152,8 +153,8 @@ def load(store: Store, version: int | None = None) -> tuple[VersionDocument, str
     """
     if version is not None:
         return _load(store, version)
-    document, found = _load(store, _newest(store))
-    return (document, found) if document.trunk == document.version else _load(store, document.trunk)
+    document, document_digest = _load(store, _newest(store))
+    return (document, document_digest) if document.trunk == document.version else _load(store, document.trunk)
 
 
 def _load(store: Store, version: int) -> tuple[VersionDocument, str]:

@@ -60,7 +60,7 @@ def mount_of(location: Location) -> Mount:
     return Mount(name=f"m{blake3.blake3(content).hexdigest()[:8]}", url=location.url, options=options)
 
 
-def named_by(store: Store) -> list[Mount]:
+def mounts_given_to(store: Store) -> list[Mount]:
     """Return the mounts that `store` was opened with. The caller that opened it named or trusted them."""
     return [mount_of(one.location) for one in store.mounted.values()] if isinstance(store, Mounts) else []
 
@@ -71,7 +71,7 @@ def with_mounts(
     owned: bool,
     storage_options: Mapping[str, Any],
     trust: bool = False,
-    named: Sequence[Mount] = (),
+    named_mounts: Sequence[Mount] = (),
 ) -> tuple[Store, bool]:
     """Open the mounts of `document`, and return a store that includes them and whether the caller must close it.
 
@@ -79,21 +79,21 @@ def with_mounts(
     `owned` is True. `named` lists the mounts that the caller named.
     """
     mounted = store.mounted if isinstance(store, Mounts) else {}
-    wanted = [mount for mount in document.mounts if mount.name not in mounted]
-    if not wanted:
+    missing = [mount for mount in document.mounts if mount.name not in mounted]
+    if not missing:
         return store, owned
     base = store.base if isinstance(store, Mounts) else store
-    known = [(mount.url, mount.options) for mount in (*named, *named_by(store))]
-    policy = _MountPolicy(base.location, given=storage_options, trust=trust, known=known)
-    allowed = [(mount, policy.options(mount, document.version)) for mount in wanted]
+    named_locations = [(mount.url, mount.options) for mount in (*named_mounts, *mounts_given_to(store))]
+    policy = _MountPolicy(base.location, storage_options=storage_options, trust=trust, named_locations=named_locations)
+    allowed = [(mount, policy.options(mount, document.version)) for mount in missing]
     opened = dict[str, Store]()
     try:
         for mount, options in allowed:
             opened[mount.name] = open_store(mount.url, storage_options=options)
         return Mounts(base, {**mounted, **opened}, owns_base=owned, borrowed=() if owned else mounted), True
     except BaseException as error:
-        for made in opened.values():
-            made.close()
+        for mounted_store in opened.values():
+            mounted_store.close()
         if not isinstance(error, HeadraceError):
             raise
         raise CorruptionError(
@@ -104,7 +104,7 @@ def with_mounts(
 def how_to_open(base: Location, mount: Mount) -> str:
     """Return what a reader of the dataset at `base` must do to open this mount; "" if nothing."""
     try:
-        _MountPolicy(base, given={}, trust=False, known=()).options(mount, 0)
+        _MountPolicy(base, storage_options={}, trust=False, named_locations=()).options(mount, 0)
     except HeadraceError as error:
         return error.hint
     return ""
@@ -114,16 +114,21 @@ class _MountPolicy:
     """Checks mounts for one dataset: its location, the options given for it, and the mounts that the reader trusts."""
 
     def __init__(
-        self, base: Location, *, given: Mapping[str, Any], trust: bool, known: Sequence[tuple[str, Mapping[str, Any]]]
+        self,
+        base: Location,
+        *,
+        storage_options: Mapping[str, Any],
+        trust: bool,
+        named_locations: Sequence[tuple[str, Mapping[str, Any]]],
     ) -> None:
-        self._base, self._trust, self._known = base, trust, known
-        self._given = {name: value for name, value in given.items() if name != OPTION}
+        self._base, self._trust, self._named_locations = base, trust, named_locations
+        self._storage_options = {name: value for name, value in storage_options.items() if name != OPTION}
 
     def options(self, mount: Mount, version: int) -> dict[str, Any]:
         """Return the options for opening `mount`, or raise an error if it may not be opened."""
         place = f"{self._base.url} version {version}: a mount, {mount.url!r:.300},"
         if not mountable(mount.url):
-            if (mount.url, mount.options) in self._known:
+            if (mount.url, mount.options) in self._named_locations:
                 return {}
             raise UnsupportedError(
                 f"{place} is of a kind that a dataset may not name",
@@ -133,37 +138,37 @@ class _MountPolicy:
             if OPTION in mount.options:
                 raise CorruptionError(f"{place} has mounts of its own")
             options = allowed_options(mount.url, mount.options)
-            named = (mount.url, options) in self._known
-            reason, options = self._check(mount.url, options, named)
+            is_named = (mount.url, options) in self._named_locations
+            reason, options = self._check(mount.url, options, is_named)
         except UsageError as error:
             raise CorruptionError(f"{place} is invalid: {error.message}") from error
-        if reason and not self._trust and not named:
+        if reason and not self._trust and not is_named:
             raise UsageError(
                 f"{place} {reason}",
                 hint="if you made the dataset, or trust its author, pass trust_mounts=True (--trust-mounts on the command line)",
             )
         return options
 
-    def _check(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
+    def _check(self, url: str, options: dict[str, Any], is_named: bool) -> tuple[str, dict[str, Any]]:
         """Return the reason why this mount needs trust ("" if it needs none), and the options for opening it."""
         scheme = scheme_of(url)
         if scheme == "file":
             return ("" if self._is_below_dataset(url) else "is a folder on this machine outside the dataset"), options
         if scheme == "s3":
-            return self._check_bucket(url, options, named)
-        if not (self._trust or named or _origin(url) == _origin(self._base.url)):
+            return self._check_bucket(url, options, is_named)
+        if not (self._trust or is_named or _origin(url) == _origin(self._base.url)):
             options["public_only"] = True
         return "", options
 
-    def _check_bucket(self, url: str, options: dict[str, Any], named: bool) -> tuple[str, dict[str, Any]]:
-        endpoint, own = _endpoint(url, options), scheme_of(self._base.url) == "s3"
-        if own and endpoint == _endpoint(self._base.url, self._base.options):
-            reason, options = "", {**options, **self._given}
-        elif named or endpoint == _endpoint(url, {}):
+    def _check_bucket(self, url: str, options: dict[str, Any], is_named: bool) -> tuple[str, dict[str, Any]]:
+        endpoint, is_s3 = _endpoint(url, options), scheme_of(self._base.url) == "s3"
+        if is_s3 and endpoint == _endpoint(self._base.url, self._base.options):
+            reason, options = "", {**options, **self._storage_options}
+        elif is_named or endpoint == _endpoint(url, {}):
             reason = ""
         else:
             reason, options = f"is behind another endpoint ({endpoint or 'AWS'})", {**options, "anon": True}
-        if options.get("requester_pays") and not (own and _bucket(url) == _bucket(self._base.url)):
+        if options.get("requester_pays") and not (is_s3 and _bucket(url) == _bucket(self._base.url)):
             reason = reason or "would make the reader pay for requests to another bucket"
         return reason, options
 
@@ -178,8 +183,8 @@ class _MountPolicy:
 
 def _endpoint(url: str, options: Mapping[str, Any]) -> str | None:
     """Return the S3 endpoint of `url`, which may come from the process's environment variables. None means AWS."""
-    found = parse(url, {"endpoint_url": options.get("endpoint_url")}).endpoint_url
-    return found and found.rstrip("/").lower()
+    endpoint = parse(url, {"endpoint_url": options.get("endpoint_url")}).endpoint_url
+    return endpoint and endpoint.rstrip("/").lower()
 
 
 def _bucket(url: str) -> str:

@@ -108,8 +108,8 @@ def summarize(shards: Sequence[Shard], parts: Sequence[IndexPart]) -> Summary:
         part_bytes += part.size
         for name, kind in part.fields.items():
             fields[name] = join_types(fields.get(name, kind), kind)
-        own = dict(part.constant_values)
-        constant = own if not number else {n: v for n, v in constant.items() if own.get(n) == v}
+        values = dict(part.constant_values)
+        constant = values if not number else {n: v for n, v in constant.items() if values.get(n) == v}
         files = set(part.files) if not number else files & set(part.files)
     return Summary(
         shard_bytes=sum(shard.size for shard in shards),
@@ -199,11 +199,11 @@ class PagedList(Sequence[T], Generic[T]):
         page = self.pages[number]
         name = f"{self.store.location.url}: {page.key}"
         entries = self._decode(check_page(self.store, page), name)
-        keys = [one.key for one in entries]
+        keys = [entry.key for entry in entries]
         if (len(entries), min(keys, default=""), max(keys, default="")) != (page.count, page.first, page.last):
             raise CorruptionError(f"{name} holds other entries than the dataset version says")
-        for one in entries:
-            self._check(one, name)
+        for entry in entries:
+            self._check(entry, name)
         return entries
 
     def _decode(self, data: bytes, name: str) -> list[T]:
@@ -212,8 +212,8 @@ class PagedList(Sequence[T], Generic[T]):
             if not 0 <= size <= MAX_UNPACKED_BYTES:
                 raise CorruptionError(f"{name} is larger than {limits.format_bytes(MAX_UNPACKED_BYTES)}")
             unpacked = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
-            found: list[T] = self._decoder.decode(unpacked)
-            return found
+            entries: list[T] = self._decoder.decode(unpacked)
+            return entries
         except (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptionError(f"{name} cannot be unpacked: {error}") from error
 
@@ -235,11 +235,11 @@ def check_page(store: Store, page: Page) -> bytes:
 def store_page(store: Store, entries: Sequence[Entry], suffix: str) -> Page:
     """Store a page. The same entries give the same object."""
     data = zstandard.ZstdCompressor(level=6).compress(msgspec.msgpack.encode(list(entries)))
-    whole, keys = digest(data), [one.key for one in entries]
+    page_digest, keys = digest(data), [one.key for one in entries]
     page = Page(
-        key=f"index/{whole[:32]}.{suffix}",
+        key=f"index/{page_digest[:32]}.{suffix}",
         size=len(data),
-        digest=whole,
+        digest=page_digest,
         count=len(entries),
         first=min(keys),
         last=max(keys),

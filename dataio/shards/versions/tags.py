@@ -55,14 +55,14 @@ def create(store: Store, name: str, version: int, digest: str) -> None:
         return
     existing = read(store, name)
     if (existing.version, existing.document) != (version, digest):
-        raise _taken(store, existing)
+        raise _tag_conflict(store, existing)
 
 
 def check_free(store: Store, name: str) -> None:
     """Raise the error that `create` would raise for a version that does not exist yet."""
     check_name(name)
     if name in names(store):
-        raise _taken(store, read(store, name))
+        raise _tag_conflict(store, read(store, name))
 
 
 def check_name(name: str) -> None:
@@ -71,7 +71,7 @@ def check_name(name: str) -> None:
         raise UsageError(f"{name!r} is not a valid tag", hint="letters, digits, '.', '_' and '-', not a digit first")
 
 
-def _taken(store: Store, existing: Tag) -> ConflictError:
+def _tag_conflict(store: Store, existing: Tag) -> ConflictError:
     return ConflictError(
         f"{store.location.url}: the tag {existing.name!r} names version {existing.version} since {existing.created}",
         hint="tags do not move; choose another name",
@@ -134,9 +134,9 @@ class VersionInfo:
 
 def list_described(store: Store) -> Iterator[VersionInfo]:
     """Yield the existing versions from the newest to the oldest. Documents are read one at a time."""
-    named = dict[int, list[str]]()
+    tags_by_version = dict[int, list[str]]()
     for name in names(store):
-        named.setdefault(read(store, name).version, []).append(name)
+        tags_by_version.setdefault(read(store, name).version, []).append(name)
     for number in reversed(history.list_versions(store)):
         document, digest = history.load(store, number)
         yield VersionInfo(
@@ -148,5 +148,5 @@ def list_described(store: Store) -> Iterator[VersionInfo]:
             samples=document.samples,
             digest=digest,
             lineage=document.lineage,
-            tags=tuple(named.get(number, ())),
+            tags=tuple(tags_by_version.get(number, ())),
         )

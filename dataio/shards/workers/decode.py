@@ -71,14 +71,14 @@ def _faults(container: Any, job: DecodeJob) -> list[str]:
                 _feed(packet, counts["video" if packet.stream.index == job.video_stream else "audio"])
     except av.error.FFmpegError as error:
         faults.append(f"cannot be demuxed to its end: {_reason(error)}")
-    for name, (found, damaged, errors, first) in counts.items():
-        unit, wanted = ("frames", job.frames) if name == "video" else ("samples", job.samples)
+    for name, (decoded, damaged, errors, first_error) in counts.items():
+        unit, expected = ("frames", job.frames) if name == "video" else ("samples", job.samples)
         if errors:
-            faults.append(f"{name}: {errors} packets cannot be decoded: {first}")
+            faults.append(f"{name}: {errors} packets cannot be decoded: {first_error}")
         if damaged:
             faults.append(f"{name}: {damaged} decoded frames are damaged")
-        if found != wanted:
-            faults.append(f"{name}: {found} {unit} decode, the index says {wanted}")
+        if decoded != expected:
+            faults.append(f"{name}: {decoded} {unit} decode, the index says {expected}")
     return faults
 
 
@@ -106,7 +106,7 @@ def _preview(job: PicturesJob) -> Pictures:
             if job.video_stream is not None:
                 return _pictures(container, container.streams[job.video_stream], job)
             if job.audio_stream is not None:
-                return _outline(container, container.streams[job.audio_stream], job)
+                return _waveform(container, container.streams[job.audio_stream], job)
             return Pictures(fault="it has neither video nor audio")
     except (av.error.FFmpegError, IndexError) as error:
         return Pictures(fault=f"cannot be decoded: {_reason(error)}")
@@ -122,9 +122,9 @@ def _pictures(container: Any, stream: Any, job: PicturesJob) -> Pictures:
     length = stream.duration or round((container.duration or 0) / av.time_base / stream.time_base)
     jpegs, size, fault = [], (0, 0), ""
     for number in range(job.count):
-        wanted = start + int(length * (number + 0.5) / job.count)
+        target = start + int(length * (number + 0.5) / job.count)
         try:
-            frame = _frame_at(container, stream, wanted)
+            frame = _frame_at(container, stream, target)
         except av.error.FFmpegError as error:
             fault = f"damaged: {error.strerror}"
             continue
@@ -134,15 +134,15 @@ def _pictures(container: Any, stream: Any, job: PicturesJob) -> Pictures:
     return Pictures(jpegs=tuple(jpegs), width=size[0], height=size[1], fault=fault or ("" if jpegs else "no pictures"))
 
 
-def _frame_at(container: Any, stream: Any, wanted: int) -> Any:
-    """Return the first frame at or after `wanted`, or the last frame decoded before it."""
-    container.seek(wanted, stream=stream, backward=True)
+def _frame_at(container: Any, stream: Any, target: int) -> Any:
+    """Return the first frame at or after `target`, or the last frame decoded before it."""
+    container.seek(target, stream=stream, backward=True)
     last = None
     for count, frame in enumerate(container.decode(stream)):
         if frame.width * frame.height > _MAX_PIXELS:
             raise UnsupportedError(f"a picture of {frame.width}x{frame.height} is not shown")
         last = frame
-        if (frame.pts is not None and frame.pts >= wanted) or count >= _MAX_DECODED:
+        if (frame.pts is not None and frame.pts >= target) or count >= _MAX_DECODED:
             break
     return last
 
@@ -162,7 +162,7 @@ def _jpeg(frame: Any, job: PicturesJob) -> tuple[tuple[int, int], bytes]:
     return (width, height), b"".join(bytes(packet) for packet in [*encoder.encode(picture), *encoder.encode(None)])
 
 
-def _outline(container: Any, stream: Any, job: PicturesJob) -> Pictures:
+def _waveform(container: Any, stream: Any, job: PicturesJob) -> Pictures:
     peaks = np.zeros(job.count)
     per = max(1, -(-job.samples // job.count))
     resampler, at, fault = av.AudioResampler(format="flt", layout="mono"), 0, ""

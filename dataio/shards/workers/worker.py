@@ -41,8 +41,8 @@ def die_with_parent() -> None:
 def limit_memory() -> None:
     """Let allocations fail above `limits.PROBE_MEMORY_BYTES`, so that one file cannot exhaust the machine."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    wanted = limits.PROBE_MEMORY_BYTES if hard < 0 else min(limits.PROBE_MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))
+    limit = limits.PROBE_MEMORY_BYTES if hard < 0 else min(limits.PROBE_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def write_frame(out: IO[bytes], payload: bytes) -> None:

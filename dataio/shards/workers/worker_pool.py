@@ -202,11 +202,11 @@ class _Worker:
         return bytes(data)
 
     def _write(self, data: bytes, deadline: float) -> None:
-        left = memoryview(data)
-        while left:
+        remaining = memoryview(data)
+        while remaining:
             _wait_for(self._in, select.POLLOUT, deadline)
             with contextlib.suppress(BlockingIOError):
-                left = left[os.write(self._in, left) :]
+                remaining = remaining[os.write(self._in, remaining) :]
 
     def is_dead(self) -> bool:
         return self._process.poll() is not None
@@ -232,6 +232,6 @@ def _wait_for(fd: int, event: int, deadline: float) -> None:
     """Wait until the pipe can be read or written, or its other end is closed."""
     poll = select.poll()
     poll.register(fd, event)
-    left = deadline - time.monotonic()
-    if left <= 0 or not poll.poll(left * 1000):
+    remaining = deadline - time.monotonic()
+    if remaining <= 0 or not poll.poll(remaining * 1000):
         raise TimeoutError

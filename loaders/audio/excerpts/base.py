@@ -6,8 +6,8 @@ Invariants:
 - Decoding an excerpt returns the same samples as decoding the recording, except for the first few samples, which only
   warm up the decoder.
 - Time stamps of the excerpt are smaller than the recording's by `shift`.
-- Before an excerpt is used, the packets in the file are compared with those that the index marked (`around`).
-- The search (`before`) returns a position at or before the requested sample. The number of reads hardly depends on the
+- Before an excerpt is used, the packets in the file are compared with those that the index marked (`marks_around`).
+- The search (`last_mark_before`) returns a position at or before the requested sample. The number of reads hardly depends on the
   file's length.
 
 Failure behaviour: for a file with an unusual structure, a module returns None, and libav then reads the file itself.
@@ -33,16 +33,16 @@ from headrace.dataio.shards.sample import AudioInfo, AudioMark
 class Excerpt(msgspec.Struct, frozen=True):
     """A file made of `parts` in order.
 
-    `demuxer` is the libav demuxer that reads it, and may include options. `shift` and `until` are seconds on the
-    recording's time line. If `until` is known, there is no audio after it. `whole` means that the excerpt starts at the
+    `demuxer` is the libav demuxer that reads it, and may include options. `shift` and `audio_end` are seconds on the
+    recording's time line. If `audio_end` is known, there is no audio after it. `from_start` means that the excerpt starts at the
     recording's beginning, so there is silence before time zero.
     """
 
     parts: Sequence[Bytes]
     demuxer: str
     shift: Fraction = Fraction(0)
-    until: Fraction | None = None
-    whole: bool = False
+    audio_end: Fraction | None = None
+    from_start: bool = False
 
 
 _pts = attrgetter("pts")
@@ -54,16 +54,16 @@ def mark_before(marks: Sequence[AudioMark], pts: int) -> AudioMark | None:
     return marks[number - 1] if number else None
 
 
-def around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[AudioMark]:
+def marks_around(info: AudioInfo, low: Fraction, high: Fraction) -> Sequence[AudioMark]:
     """The marked packets from the last one before `low` to the first one after `high`.
 
     Times are seconds on the file's own time line. At least one packet is returned, if any are marked.
     """
     if info.time_base is None:
         return ()
-    first = bisect_right(info.marks, low / info.time_base, key=_pts)
+    start = bisect_right(info.marks, low / info.time_base, key=_pts)
     end = bisect_right(info.marks, high / info.time_base, key=_pts)
-    return info.marks[max(0, first - 1) : end + 1]
+    return info.marks[max(0, start - 1) : end + 1]
 
 
 Bytes = bytes | memoryview
@@ -78,10 +78,10 @@ def memfd(parts: Sequence[Bytes]) -> Iterator[int]:
     try:
         at = 0
         # as few calls as possible, since the thread waits for the GIL after each one
-        for first in range(0, len(parts), _AT_ONCE):
-            some = parts[first : first + _AT_ONCE]
-            end = at + sum(map(len, some))
-            if os.pwritev(descriptor, some, at) != end - at:
+        for start in range(0, len(parts), _AT_ONCE):
+            buffers = parts[start : start + _AT_ONCE]
+            end = at + sum(map(len, buffers))
+            if os.pwritev(descriptor, buffers, at) != end - at:
                 raise OSError(errno.ENOSPC, f"not enough memory for {end} bytes")
             at = end
         yield descriptor
@@ -91,28 +91,28 @@ def memfd(parts: Sequence[Bytes]) -> Iterator[int]:
 
 Mark = tuple[int, int]
 """A byte offset at which decoding may begin, and the number of samples before it."""
-Find = Callable[[int], Mark | None]
+FindMark = Callable[[int], Mark | None]
 """Returns the first mark after a byte, or None if there is none within reach."""
 
 NEAR = 64 * limits.KIB
-"""Bytes. If the requested position is at most this far ahead, `before` steps from mark to mark."""
+"""Bytes. If the requested position is at most this far ahead, `last_mark_before` steps from mark to mark."""
 _GUESSES, _STEPS = 6, 40
 
 
-def before(find: Find, low: Mark, high: Mark, wanted: int, near: int = NEAR) -> Mark:
-    """The last mark between `low` and `high` that has at most `wanted` samples before it."""
+def last_mark_before(find: FindMark, low: Mark, high: Mark, sample: int, near: int = NEAR) -> Mark:
+    """The last mark between `low` and `high` that has at most `sample` samples before it."""
     for step in range(_STEPS):
-        ahead = (high[0] - low[0]) * (wanted - low[1]) // max(1, high[1] - low[1])  # by interpolation
+        ahead = (high[0] - low[0]) * (sample - low[1]) // max(1, high[1] - low[1])  # by interpolation
         if min(ahead, high[0] - low[0]) <= near:
             break
         at = low[0] + ahead - near // 2 if step < _GUESSES else (low[0] + high[0]) // 2
-        found = find(at)
-        if found is None or found[0] >= high[0]:
+        mark = find(at)
+        if mark is None or mark[0] >= high[0]:
             high = (at, high[1])
-        elif found[1] <= wanted:
-            low = found
+        elif mark[1] <= sample:
+            low = mark
         else:
-            high = (at, found[1])
-    while (found := find(low[0])) is not None and found[1] <= wanted:
-        low = found
+            high = (at, mark[1])
+    while (mark := find(low[0])) is not None and mark[1] <= sample:
+        low = mark
     return low

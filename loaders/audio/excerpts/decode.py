@@ -65,7 +65,9 @@ _MORE = 1 << 12
 """Extra samples in the output frame, so that a result with too many samples is detected."""
 
 
-def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: AudioSpec) -> tuple[F32, int] | None:
+def decode_excerpt(
+    excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: AudioSpec
+) -> tuple[F32, int] | None:
     """Decode `count` samples from the recording's sample `first` on, in the format of `spec`.
 
     `first` is counted by time stamps. Returns (channels, about count times the ratio of rates), and how many of the
@@ -73,16 +75,16 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
     """
     rate = info.sample_rate
     begin = first - round(excerpt.shift * rate)
-    silent = max(0, -begin) if excerpt.whole else 0
-    left = count if excerpt.until is None else min(count, int(excerpt.until * rate) - first)
-    sounding = left - silent
+    silent = max(0, -begin) if excerpt.from_start else 0
+    covered = count if excerpt.audio_end is None else min(count, int(excerpt.audio_end * rate) - first)
+    sounding = covered - silent
     if sounding <= 0:
         return None
-    filters = [f"aformat=sample_rates={rate}", f"atrim=start_pts={begin + silent}:end_pts={begin + left}"]
+    filters = [f"aformat=sample_rates={rate}", f"atrim=start_pts={begin + silent}:end_pts={begin + covered}"]
     if part := sounding < count:
         filters += ["aformat=sample_fmts=fltp"]
     else:
-        filters += _chosen(info.channels, spec)
+        filters += _channel_filters(info.channels, spec)
         if rate == spec.sample_rate:
             filters += [f"asetnsamples=nb_out_samples={AT_ONCE}:pad=0"]
             filters += [f"aformat=sample_fmts=fltp:channel_layouts={LAYOUTS[spec.channels]}"]
@@ -90,17 +92,17 @@ def decoded(excerpt: Excerpt, info: AudioInfo, first: int, count: int, spec: Aud
     try:
         with memfd(excerpt.parts) as descriptor:
             source = f"amovie=filename=/proc/self/fd/{descriptor}:format_name={excerpt.demuxer}"
-            frame = _pulled([source, *filters, "abuffersink"])
+            frame = _run_filters([source, *filters, "abuffersink"])
     except (av.error.FFmpegError, OSError):
         return None
     late = frame.pts is None or abs(frame.pts * frame.time_base * rate - begin - silent) > 1
     if late or frame.samples != sounding:  # there is a gap or an overlap, or decoding stopped early
         return None
     if not part:
-        return _samples(frame) if rate == spec.sample_rate else resampled_frame(frame, spec), left
+        return _samples(frame) if rate == spec.sample_rate else resampled_frame(frame, spec), covered
     canvas = np.zeros((len(frame.layout.channels), count), np.float32)
-    canvas[:, silent:left] = _samples(frame)
-    return resampled(canvas, rate, frame.layout.name, spec), left
+    canvas[:, silent:covered] = _samples(frame)
+    return resampled(canvas, rate, frame.layout.name, spec), covered
 
 
 def _samples(frame: Any) -> F32:
@@ -109,7 +111,7 @@ def _samples(frame: Any) -> F32:
     return planes[0][None] if len(planes) == 1 else np.stack(planes)
 
 
-def _chosen(channels: int, spec: AudioSpec) -> list[str]:
+def _channel_filters(channels: int, spec: AudioSpec) -> list[str]:
     """The filter that selects the first channels unchanged, for `downmix="first"`. No filter for "mix"."""
     if spec.downmix == "mix":
         return []
@@ -117,7 +119,7 @@ def _chosen(channels: int, spec: AudioSpec) -> list[str]:
     return ["pan=" + "|".join([LAYOUTS[spec.channels], *chosen])]
 
 
-def _pulled(filters: list[str]) -> Any:
+def _run_filters(filters: list[str]) -> Any:
     """The first frame that the filter chain produces."""
     graph = Graph()
     graph.threads = 1

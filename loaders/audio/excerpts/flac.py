@@ -27,7 +27,7 @@ import msgspec
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.sample import AudioInfo, AudioMark
-from headrace.loaders.audio.excerpts.base import NEAR, Bytes, Excerpt, Mark, around, before
+from headrace.loaders.audio.excerpts.base import NEAR, Bytes, Excerpt, Mark, last_mark_before, marks_around
 from headrace.loaders.fetch.partial_file import Media
 
 EXTENSIONS = frozenset(["flac"])
@@ -69,34 +69,42 @@ class _Header(msgspec.Struct, frozen=True):
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """The excerpt from `low` to `high`, in seconds on the file's own time line."""
-    header, marks = _header(data), around(info, low, high)
-    if header is None or not marks or not _agrees(data, header, info, marks):
+    header, marks = _header(data), marks_around(info, low, high)
+    if header is None or not marks or not _matches_index(data, header, info, marks):
         return None
     search = _FrameSearch(data, header)
     near = _NEAR_IN_MEMORY if isinstance(data, memoryview) else NEAR
     ends = marks[-1].at + 1, marks[-1].pts + 1
-    whole = ends if marks[-1].pts > high * header.rate else (len(data), header.samples)
-    first = before(search.find, (marks[0].at, marks[0].pts), whole, int(low * header.rate), near)
-    last = before(search.find, first, whole, min(int(high * header.rate), header.samples - 1), near)
-    following = search.find(last[0])
-    if following is None and last[1] + header.block < header.samples:
+    high_mark = ends if marks[-1].pts > high * header.rate else (len(data), header.samples)
+    first_frame = last_mark_before(search.find, (marks[0].at, marks[0].pts), high_mark, int(low * header.rate), near)
+    last_frame = last_mark_before(
+        search.find, first_frame, high_mark, min(int(high * header.rate), header.samples - 1), near
+    )
+    following = search.find(last_frame[0])
+    if following is None and last_frame[1] + header.block < header.samples:
         return None
-    end, second = len(data) if following is None else following[0], search.find(first[0])
-    packets = [(0, data[first[0] : end])]
+    end, second = len(data) if following is None else following[0], search.find(first_frame[0])
+    packets = [(0, data[first_frame[0] : end])]
     # libav reads the first packet when it opens the file, which holds the GIL
     if second is not None and second[0] < end:
-        packets = [(0, data[first[0] : second[0]]), (second[1] - first[1], data[second[0] : end])]
-    parts = file(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, packets)
-    shift, until = Fraction(first[1], header.rate), Fraction(header.samples, header.rate)
-    return Excerpt(parts, "matroska", shift=shift, until=until if following is None else None, whole=not first[1])
+        packets = [(0, data[first_frame[0] : second[0]]), (second[1] - first_frame[1], data[second[0] : end])]
+    parts = matroska_file(b"A_FLAC", _OPENING + header.info, header.rate, header.channels, packets)
+    shift, audio_end = Fraction(first_frame[1], header.rate), Fraction(header.samples, header.rate)
+    return Excerpt(
+        parts,
+        "matroska",
+        shift=shift,
+        audio_end=audio_end if following is None else None,
+        from_start=not first_frame[1],
+    )
 
 
-def _agrees(data: Media, header: _Header, info: AudioInfo, marks: Sequence[AudioMark]) -> bool:
+def _matches_index(data: Media, header: _Header, info: AudioInfo, marks: Sequence[AudioMark]) -> bool:
     """Whether the file matches the index, and contains the frames that the index marks."""
     listed = header.rate, header.channels, header.samples
     if listed != (info.sample_rate, info.channels, info.samples) or info.time_base != Fraction(1, header.rate):
         return False
-    numbers = [_number(bytes(data[mark.at : mark.at + _MOST_OF_FRAME_HEADER]), header) for mark in marks]
+    numbers = [_frame_number(bytes(data[mark.at : mark.at + _MOST_OF_FRAME_HEADER]), header) for mark in marks]
     counted = all(
         number is not None and number * header.block == m.pts for number, m in zip(numbers, marks, strict=True)
     )
@@ -118,21 +126,21 @@ def _header(data: Media) -> _Header | None:
             break
     else:
         return None
-    first = bytes(data[at : at + _ALIKE])
+    first_bytes = bytes(data[at : at + _ALIKE])
     least, most, samples = info[0:2], info[2:4], int.from_bytes(info[13:18], "big") & (1 << 36) - 1
     # with a variable block size, frames are numbered by samples
     if len(info) < _STREAMINFO or not samples or least != most or not any(most):
         return None
-    if len(first) < _ALIKE or not first.startswith(_SYNC):
+    if len(first_bytes) < _ALIKE or not first_bytes.startswith(_SYNC):
         return None
-    return _Header(info, end=at, first=first, block=int.from_bytes(least, "big"), samples=samples)
+    return _Header(info, end=at, first=first_bytes, block=int.from_bytes(least, "big"), samples=samples)
 
 
 class _FrameSearch:
     """Searches for frames. It raises an error if nearly every position looks like a frame."""
 
     def __init__(self, data: Media, header: _Header) -> None:
-        self._data, self._header, self._left = data, header, MAX_CANDIDATES
+        self._data, self._header, self._candidates_left = data, header, MAX_CANDIDATES
 
     def find(self, at: int) -> Mark | None:
         """The first frame that begins after this byte. None if there is none within reach."""
@@ -144,68 +152,68 @@ class _FrameSearch:
         The search ends if no frame follows within `_LARGEST` bytes of the last one.
         """
         data, header = self._data, self._header
-        at, size, begun = at + 1, _FIRST_BYTES, at
-        while at - begun < _LARGEST and at + _MOST_OF_FRAME_HEADER < len(data):
-            view, found = bytes(data[at : at + size]), -1
-            while (found := view.find(_SYNC, found + 1, len(view) - _MOST_OF_FRAME_HEADER)) >= 0:
+        at, size, last_frame = at + 1, _FIRST_BYTES, at
+        while at - last_frame < _LARGEST and at + _MOST_OF_FRAME_HEADER < len(data):
+            view, sync = bytes(data[at : at + size]), -1
+            while (sync := view.find(_SYNC, sync + 1, len(view) - _MOST_OF_FRAME_HEADER)) >= 0:
                 self._count()
-                number = _number(view[found : found + _MOST_OF_FRAME_HEADER], header)
+                number = _frame_number(view[sync : sync + _MOST_OF_FRAME_HEADER], header)
                 if number is not None:
-                    yield at + found, number * header.block
-                    begun = at + found
+                    yield at + sync, number * header.block
+                    last_frame = at + sync
             at, size = at + max(1, len(view) - _MOST_OF_FRAME_HEADER), _NEXT_BYTES
 
     def _count(self) -> None:
-        self._left -= 1
-        if self._left < 0:
+        self._candidates_left -= 1
+        if self._candidates_left < 0:
             raise CorruptionError(
                 f"the FLAC file has more than {MAX_CANDIDATES} places that look like a frame around one window",
                 hint="look at the file with flac --test",
             )
 
 
-def _number(head: bytes, file: _Header) -> int | None:
+def _frame_number(head: bytes, header: _Header) -> int | None:
     """The number of the frame that begins with these bytes. None if they are not a frame header.
 
     A frame must match the first frame, except for the number of samples in the last frame.
     """
-    if len(head) < _MOST_OF_FRAME_HEADER or (head[2] ^ file.first[2]) & 0xF or (head[3] ^ file.first[3]) & 0xF:
+    if len(head) < _MOST_OF_FRAME_HEADER or (head[2] ^ header.first[2]) & 0xF or (head[3] ^ header.first[3]) & 0xF:
         return None
     if head[2] < 0x10 or head[3] >= 0xB0:
         return None
-    more = 0 if head[4] < 0x80 else 7 - (head[4] ^ 0xFF).bit_length()
-    if head[4] >= 0x80 and not 1 <= more <= 5:
+    extra = 0 if head[4] < 0x80 else 7 - (head[4] ^ 0xFF).bit_length()
+    if head[4] >= 0x80 and not 1 <= extra <= 5:
         return None
-    number = head[4] & (0x7F >> more + bool(more))
-    for byte in head[5 : 5 + more]:
+    number = head[4] & (0x7F >> extra + bool(extra))
+    for byte in head[5 : 5 + extra]:
         if byte & 0xC0 != 0x80:
             return None
         number = number << 6 | byte & 0x3F
-    end = 5 + more + {6: 1, 7: 2}.get(head[2] >> 4, 0) + {12: 1, 13: 2, 14: 2}.get(head[2] & 0xF, 0)
-    last = (file.samples - 1) // file.block
-    if number > last or (number < last and head[2] != file.first[2]) or _crc8(head[:end]) != head[end]:
+    end = 5 + extra + {6: 1, 7: 2}.get(head[2] >> 4, 0) + {12: 1, 13: 2, 14: 2}.get(head[2] & 0xF, 0)
+    last_number = (header.samples - 1) // header.block
+    if number > last_number or (number < last_number and head[2] != header.first[2]) or _crc8(head[:end]) != head[end]:
         return None
     return number
 
 
 def _crc8(data: bytes) -> int:
-    found = 0
+    crc = 0
     for byte in data:
-        found = _CRC8[found ^ byte]
-    return found
+        crc = _CRC8[crc ^ byte]
+    return crc
 
 
-def _table() -> bytes:
-    found = bytearray(256)
+def _crc8_table() -> bytes:
+    table = bytearray(256)
     for number in range(256):
-        rest = number
+        value = number
         for _ in range(8):
-            rest = (rest << 1 ^ 7) & 0xFF if rest & 0x80 else rest << 1
-        found[number] = rest
-    return bytes(found)
+            value = (value << 1 ^ 7) & 0xFF if value & 0x80 else value << 1
+        table[number] = value
+    return bytes(table)
 
 
-_CRC8 = _table()
+_CRC8 = _crc8_table()
 
 
 _EBML, _DOC_TYPE = b"\x1a\x45\xdf\xa3", b"\x42\x82"
@@ -218,7 +226,9 @@ _FIRST_TRACK_AT_ONCE = b"\x81\x00\x00\x80"
 _NANOSECONDS = 1_000_000_000
 
 
-def file(codec: bytes, private: bytes, rate: int, channels: int, packets: Sequence[tuple[int, Bytes]]) -> list[Bytes]:
+def matroska_file(
+    codec: bytes, private: bytes, rate: int, channels: int, packets: Sequence[tuple[int, Bytes]]
+) -> list[Bytes]:
     """The parts of a Matroska file with these packets. Each packet is given with the number of samples before it.
 
     `private` is the codec's initialization data.

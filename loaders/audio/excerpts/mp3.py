@@ -48,41 +48,43 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     # decoders drop part of the first frame
     if begin is None or base is None or not info.marks or low <= begin + _AT_FIRST:
         return None
-    known = [(mark.at, int(mark.pts * base * rate)) for mark in info.marks]
-    marks = (data.marks if isinstance(data, Marked) else ()) or known
-    at, before = marks[mark_before(marks, int(low * rate))]
+    indexed_marks = [(mark.at, int(mark.pts * base * rate)) for mark in info.marks]
+    marks = (data.marks if isinstance(data, Marked) else ()) or indexed_marks
+    at, samples_before = marks[mark_before(marks, int(low * rate))]
     following = mark_after(marks, int(high * rate) + _MORE * 1152)
     view = data[at : marks[following][0] if following < len(marks) else len(data)]
     if len(view) < 4:
         return None
-    length, ends = 1152 if view[1] & 0x08 else 576, int(begin * rate) + info.samples - before
-    wanted = -(-min(ends, int(high * rate) - before + _MORE * length) // length)
-    offsets = _offsets(view, rate, wanted)
-    if offsets is None or not _agree(offsets, known, at, before, length):
+    length, ends = 1152 if view[1] & 0x08 else 576, int(begin * rate) + info.samples - samples_before
+    count = -(-min(ends, int(high * rate) - samples_before + _MORE * length) // length)
+    offsets = _offsets(view, rate, count)
+    if offsets is None or not _marks_match(offsets, indexed_marks, at, samples_before, length):
         return None
-    early = min(len(offsets) - 1, (int(low * rate) - before) // length)
+    early = min(len(offsets) - 1, (int(low * rate) - samples_before) // length)
     early = max(0, bisect_right(offsets, offsets[early] - _RESERVOIR) - 1)
-    shift, until = Fraction(before + early * length, rate), Fraction(before + ends, rate)
+    shift, audio_end = Fraction(samples_before + early * length, rate), Fraction(samples_before + ends, rate)
     part = view[offsets[early] : offsets[-1]]
-    return Excerpt([part], "mp3", shift=shift, until=until if wanted * length >= ends else None)
+    return Excerpt([part], "mp3", shift=shift, audio_end=audio_end if count * length >= ends else None)
 
 
-def _agree(offsets: Sequence[int], marks: Sequence[Mark], at: int, before: int, length: int) -> bool:
+def _marks_match(offsets: Sequence[int], marks: Sequence[Mark], at: int, samples_before: int, length: int) -> bool:
     """Whether the marked packets in this range are frames with the correct number of samples before them."""
-    here = [mark for mark in marks if at <= mark[0] < at + offsets[-1]]
-    return all(offsets[-1] and _is_at(offsets, place - at, samples - before, length) for place, samples in here)
+    in_range = [mark for mark in marks if at <= mark[0] < at + offsets[-1]]
+    return all(
+        offsets[-1] and _is_at(offsets, place - at, samples - samples_before, length) for place, samples in in_range
+    )
 
 
 def _is_at(offsets: Sequence[int], place: int, samples: int, length: int) -> bool:
-    number, rest = divmod(samples, length)
-    return not rest and 0 <= number < len(offsets) and offsets[number] == place
+    number, remainder = divmod(samples, length)
+    return not remainder and 0 <= number < len(offsets) and offsets[number] == place
 
 
 def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:
     """The offsets at which `count` consecutive frames begin, and the offset at which the last one ends."""
     at = [0]
     for _ in range(count):
-        size = _bytes(bytes(view[at[-1] : at[-1] + 3]), rate)
+        size = _frame_length(bytes(view[at[-1] : at[-1] + 3]), rate)
         if not size or at[-1] + size > len(view):
             return None
         at.append(at[-1] + size)
@@ -90,11 +92,11 @@ def _offsets(view: memoryview, rate: int, count: int) -> list[int] | None:
 
 
 @functools.lru_cache(1 << 10)
-def _bytes(head: bytes, rate: int) -> int:
+def _frame_length(head: bytes, rate: int) -> int:
     """The length of the frame that begins with these three bytes, or 0 if they are not a frame header."""
     if len(head) < 3 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
         return 0
-    version, kbits, which, padding = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3, head[2] >> 1 & 1
-    if version == 1 or which == 3 or kbits == 15 or _RATES[version][which] != rate:
+    version, kbits, rate_index, padding = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3, head[2] >> 1 & 1
+    if version == 1 or rate_index == 3 or kbits == 15 or _RATES[version][rate_index] != rate:
         return 0
     return (144_000 if version == 3 else 72_000) * _KBITS[version != 3][kbits] // rate + padding

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 
 from headrace.dataio.shards.sample import AudioInfo, AudioMark
-from headrace.loaders.audio.excerpts.base import Excerpt, around
+from headrace.loaders.audio.excerpts.base import Excerpt, marks_around
 from headrace.loaders.decode import mp4
 from headrace.loaders.decode.mp4 import Ints, Stored
 from headrace.loaders.fetch.partial_file import Media
@@ -70,14 +70,14 @@ def track(data: Media, info: AudioInfo, marks: Sequence[AudioMark]) -> Track | N
     """
     try:
         moov = mp4.find(data)
-        found = [] if moov is None else [view for kind, view in mp4.inside(moov) if kind == b"trak"][:_MOST_TRACKS]
+        views = [] if moov is None else [view for kind, view in mp4.inside(moov) if kind == b"trak"][:_MOST_TRACKS]
     except mp4.WRONG:
         return None
-    for view in [*found[info.stream :], *found[: info.stream]]:
+    for view in [*views[info.stream :], *views[: info.stream]]:
         with contextlib.suppress(*mp4.WRONG):
-            made = None if moov is None else _track(moov, view)
-            if made is not None and _fits(made, info, marks):
-                return made
+            candidate = None if moov is None else _track(moov, view)
+            if candidate is not None and _fits(candidate, info, marks):
+                return candidate
     return None
 
 
@@ -88,37 +88,37 @@ def _fits(track: Track, info: AudioInfo, marks: Sequence[AudioMark]) -> bool:
         return False
     for mark in marks:
         tick = (mark.pts * base - track.start) * track.scale + track.lead
-        number = _packet(track, ends, math.floor(tick))
-        if not 0 <= number < len(track.sizes) or _time(track, ends, number) != tick:
+        number = _packet_at(track, ends, math.floor(tick))
+        if not 0 <= number < len(track.sizes) or _packet_time(track, ends, number) != tick:
             return False
-        if next(_stretches(track, number, number + 1))[0] != mark.at:
+        if next(_byte_ranges(track, number, number + 1))[0] != mark.at:
             return False
     return True
 
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """The excerpt from `low` to `high`, in seconds on the file's own time line."""
-    track_ = track(data, info, around(info, low, high))
+    track_ = track(data, info, marks_around(info, low, high))
     return None if track_ is None else _excerpt(data, track_, low, high)
 
 
 def _excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerpt | None:
     ends = np.cumsum(track.counts * track.ticks)
     times = [int((t - track.start) * track.scale) + track.lead for t in (low, high)]
-    first, last = (_packet(track, ends, t) for t in times)
+    first, last = (_packet_at(track, ends, t) for t in times)
     last += 1 + _MORE
     if track.end is not None and high > track.end:
         return None
-    if not _EDGE <= first < last <= len(track.sizes) - _EDGE or _run(track, first) != _run(track, last):
+    if not _EDGE <= first < last <= len(track.sizes) - _EDGE or _run_of(track, first) != _run_of(track, last):
         return None
-    stretches = list(itertools.islice(_stretches(track, first, last), _MOST_CHUNKS + 1))
+    stretches = list(itertools.islice(_byte_ranges(track, first, last), _MOST_CHUNKS + 1))
     if len(stretches) > _MOST_CHUNKS or sum(size for _, size in stretches) > len(data):
         return None  # the tables list the same bytes more than once, so a small file would become a large one
     if any(begin + size > len(data) for begin, size in stretches):
         return None
     parts = [data[begin : begin + size] for begin, size in stretches]
     head = mp4.brand(data) + struct.pack(">I4s", 8 + sum(size for _, size in stretches), b"mdat")
-    shift = Fraction(_time(track, ends, first) - track.lead, track.scale) + track.start
+    shift = Fraction(_packet_time(track, ends, first) - track.lead, track.scale) + track.start
     return Excerpt([head, *parts, _moov_of(track, first, last, len(head))], "mov", shift=shift)
 
 
@@ -126,15 +126,15 @@ def _excerpt(data: Media, track: Track, low: Fraction, high: Fraction) -> Excerp
 
 
 def _track(moov: memoryview, view: memoryview) -> Track | None:
-    found = list(mp4.inside(moov))
-    if any(kind == b"mvex" for kind, _ in found):
+    boxes = list(mp4.inside(moov))
+    if any(kind == b"mvex" for kind, _ in boxes):
         return None
     track = dict(mp4.inside(view))
     media = dict(mp4.inside(track[b"mdia"]))
     tables = dict(mp4.inside(dict(mp4.inside(media[b"minf"]))[b"stbl"]))
     if bytes(media[b"hdlr"][8:12]) != b"soun" or not tables.keys().isdisjoint([b"ctts", b"stss", b"stz2", b"cslg"]):
         return None
-    movie, scale = (mp4.ticks_per_second(view) for view in (dict(found)[b"mvhd"], media[b"mdhd"]))
+    movie, scale = (mp4.ticks_per_second(view) for view in (dict(boxes)[b"mvhd"], media[b"mdhd"]))
     edit = mp4.edited(track, movie)
     sizes = mp4.packet_sizes(tables[b"stsz"])
     if edit is None or sizes is None or struct.unpack_from(">I", tables[b"stsd"], 4) != (1,):
@@ -163,7 +163,7 @@ def _track(moov: memoryview, view: memoryview) -> Track | None:
 # --- parts of tables
 
 
-def _packet(track: Track, ends: Ints, time: int) -> int:
+def _packet_at(track: Track, ends: Ints, time: int) -> int:
     """The number of the packet that contains this tick.
 
     -1 before the first packet, and the number of packets after the last one.
@@ -173,35 +173,35 @@ def _packet(track: Track, ends: Ints, time: int) -> int:
     run = int(np.searchsorted(ends, time, side="right"))
     if run == len(ends):
         return len(track.sizes)
-    before = int(ends[run - 1]) if run else 0
-    return int(track.counts[:run].sum()) + (time - before) // int(track.ticks[run])
+    run_start = int(ends[run - 1]) if run else 0
+    return int(track.counts[:run].sum()) + (time - run_start) // int(track.ticks[run])
 
 
-def _run(track: Track, packet: int) -> int:
+def _run_of(track: Track, packet: int) -> int:
     """The number of the run of equally long packets that contains this packet."""
     return int(np.searchsorted(np.cumsum(track.counts), packet, side="right"))
 
 
-def _time(track: Track, ends: Ints, packet: int) -> int:
+def _packet_time(track: Track, ends: Ints, packet: int) -> int:
     """The tick at which the packet begins."""
-    run = _run(track, packet)
+    run = _run_of(track, packet)
     return int(ends[run]) - (int(track.counts[: run + 1].sum()) - packet) * int(track.ticks[run])
 
 
-def _stretches(track: Track, first: int, last: int) -> Iterator[tuple[int, int]]:
+def _byte_ranges(track: Track, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield the position of these packets in the file: (offset, bytes) for each chunk's part."""
     low = int(np.searchsorted(track.first_of_chunk, first, side="right")) - 1
     high = int(np.searchsorted(track.first_of_chunk, last, side="left"))
     for chunk in range(low, high):
         begin, end = int(track.first_of_chunk[chunk]), int(track.first_of_chunk[chunk + 1])
         skipped = int(track.sizes[begin : max(begin, first)].sum(dtype=np.int64))
-        taken = int(track.sizes[max(begin, first) : min(end, last)].sum(dtype=np.int64))
-        yield int(track.chunks[chunk]) + skipped, taken
+        size = int(track.sizes[max(begin, first) : min(end, last)].sum(dtype=np.int64))
+        yield int(track.chunks[chunk]) + skipped, size
 
 
 def _moov_of(track: Track, first: int, last: int, place: int) -> bytes:
     """The tables of a file that stores these packets one after the other, from offset `place` on."""
-    ticks, count = int(track.ticks[_run(track, first)]), last - first
+    ticks, count = int(track.ticks[_run_of(track, first)]), last - first
     tables = [
         mp4.box(b"stsd", track.described),
         mp4.table(b"stts", 1, [count, ticks]),

@@ -28,7 +28,7 @@ import msgspec
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.sample import AudioInfo, AudioMark
-from headrace.loaders.audio.excerpts.base import Excerpt, around
+from headrace.loaders.audio.excerpts.base import Excerpt, marks_around
 from headrace.loaders.fetch.partial_file import Media
 
 EXTENSIONS = frozenset(["ogg", "oga", "opus"])
@@ -59,40 +59,40 @@ class _Page(msgspec.Struct, frozen=True):
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """The excerpt from `low` to `high`, in seconds on the file's own time line."""
     rate = 48_000 if info.codec == "opus" else info.sample_rate  # the sample rate in which pages count
-    head = _headers(data) if info.codec in _CODECS else None
+    head = _last_header(data) if info.codec in _CODECS else None
     if head is None or info.time_base != Fraction(1, rate):
         return None
     lead = _lead(data, info)
     low, high = low - _BEFORE, high + _BEFORE
-    marks = around(info, low, high)
+    marks = marks_around(info, low, high)
     if not marks or marks[0].pts > low * rate:
         return None
-    pages = list(_until(data, marks[0].at, head.serial, int(high * rate) + lead, marks[-1].at))
-    if not pages or not _agree(pages, marks, lead):
+    pages = list(_pages_until(data, marks[0].at, head.serial, int(high * rate) + lead, marks[-1].at))
+    if not pages or not _marks_match(pages, marks, lead):
         return None
-    wanted = int(low * rate)
-    page_ends = [page.end for page in pages if 0 <= page.samples <= wanted]
-    first = page_ends[-1] if page_ends else pages[0].at
-    taken = [page for page in pages if page.at >= first]
-    if first == head.end or not taken or not all(_is_whole(data, page) for page in taken):
+    first_sample = int(low * rate)
+    page_ends = [page.end for page in pages if 0 <= page.samples <= first_sample]
+    start = page_ends[-1] if page_ends else pages[0].at
+    chosen = [page for page in pages if page.at >= start]
+    if start == head.end or not chosen or not all(_is_intact(data, page) for page in chosen):
         return None
-    return Excerpt([data[: head.end], data[first : pages[-1].end]], "ogg")
+    return Excerpt([data[: head.end], data[start : pages[-1].end]], "ogg")
 
 
-def _agree(pages: Sequence[_Page], marks: Sequence[AudioMark], lead: int) -> bool:
+def _marks_match(pages: Sequence[_Page], marks: Sequence[AudioMark], lead: int) -> bool:
     """Whether no page is missing, and marked packets begin pages at the correct time.
 
     That time is `lead` samples less than the sample count of the page before.
     """
     if any(other.number != (one.number + 1) % (1 << 32) for one, other in pairwise(pages)):
         return False
-    before, counted = dict[int, int](), -1
+    samples_before, counted = dict[int, int](), -1
     for page in pages:
-        before[page.at], counted = counted, page.samples if page.samples >= 0 else counted
+        samples_before[page.at], counted = counted, page.samples if page.samples >= 0 else counted
     for mark in marks:
-        if mark.at not in before:
+        if mark.at not in samples_before:
             return False
-        if before[mark.at] >= 0 and abs(before[mark.at] - lead - mark.pts) > _LONGEST_PACKET:
+        if samples_before[mark.at] >= 0 and abs(samples_before[mark.at] - lead - mark.pts) > _LONGEST_PACKET:
             return False
     return True
 
@@ -109,7 +109,7 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
 
     libav skips such pages without an error.
     """
-    first = _page(data, 0)
+    first_page = _read_page(data, 0)
     lead, rate = _lead(data, info), 48_000 if info.codec == "opus" else info.sample_rate
     at, counted = 0, -1
     for mark in info.marks if info.time_base == Fraction(1, rate) else ():
@@ -117,14 +117,14 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
             break
         at, counted = mark.at, mark.pts + lead
     number, fault = None, -1
-    while first is not None and at < len(data) and counted <= int(high * rate) + lead:
-        page = _page(data, at)
+    while first_page is not None and at < len(data) and counted <= int(high * rate) + lead:
+        page = _read_page(data, at)
         if page is None:
-            fault, at = at, _next(data, at + 1)
+            fault, at = at, _next_page(data, at + 1)
             continue
-        if page.serial != first.serial:
+        if page.serial != first_page.serial:
             return  # several streams; the others may count differently
-        if number not in (None, page.number) or not _is_whole(data, page):
+        if number not in (None, page.number) or not _is_intact(data, page):
             fault = at
         elif page.samples >= 0:
             counted = page.samples
@@ -137,22 +137,22 @@ def check(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> None:
         raise CorruptionError(f"the page of Ogg at byte {fault} is damaged, or one before it is missing")
 
 
-def _next(data: Media, at: int) -> int:
+def _next_page(data: Media, at: int) -> int:
     """The offset of the next possible page, or the end of the data if there is none."""
     while at < len(data):
         view = bytes(data[at : at + _AT_ONCE])
-        found = view.find(b"OggS")
-        if found >= 0:
-            return at + found
+        position = view.find(b"OggS")
+        if position >= 0:
+            return at + position
         at += max(1, len(view) - 3)
     return len(data)
 
 
-def _is_whole(data: Media, page: _Page) -> bool:
+def _is_intact(data: Media, page: _Page) -> bool:
     return page.end <= len(data) and _crc(bytes(data[page.at : page.end])) == 0
 
 
-def _page(data: Media, at: int) -> _Page | None:
+def _read_page(data: Media, at: int) -> _Page | None:
     """The page that begins at this byte. None if no page does."""
     head = data[at : at + _PAGE.size]
     if len(head) < _PAGE.size:
@@ -164,27 +164,27 @@ def _page(data: Media, at: int) -> _Page | None:
     return _Page(at, end + sum(data[end - count : end]), samples, serial, number)
 
 
-def _headers(data: Media) -> _Page | None:
+def _last_header(data: Media) -> _Page | None:
     """The last page before the audio."""
-    last, at = None, 0
+    previous, at = None, 0
     while at < _MOST_HEADERS:
-        page = _page(data, at)
-        if page is None or (last is not None and page.serial != last.serial):
+        page = _read_page(data, at)
+        if page is None or (previous is not None and page.serial != previous.serial):
             return None
         if page.samples > 0:
-            return last
-        last, at = page, page.end
+            return previous
+        previous, at = page, page.end
     return None
 
 
-def _until(data: Media, at: int, serial: int, wanted: int, least: int) -> Iterator[_Page]:
-    """Yield pages from `at` to the first one that ends after `wanted` samples and begins at byte `least` or later."""
+def _pages_until(data: Media, at: int, serial: int, samples: int, least: int) -> Iterator[_Page]:
+    """Yield pages from `at` to the first one that ends after `samples` samples and begins at byte `least` or later."""
     for _ in range(_MOST_PAGES):
-        page = _page(data, at)
+        page = _read_page(data, at)
         if page is None or page.serial != serial or page.end > len(data):
             return
         yield page
-        if page.samples > wanted and page.at >= least:
+        if page.samples > samples and page.at >= least:
             return
         at = page.end
 

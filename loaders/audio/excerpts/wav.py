@@ -25,15 +25,15 @@ _UNKNOWN = 0xFFFFFFFF
 
 def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Excerpt | None:
     """The excerpt from `low` to `high`, in seconds from the first sample."""
-    found = _chunks(data) if info.codec in _CODECS else None
-    if found is None:
+    chunks = _chunks(data) if info.codec in _CODECS else None
+    if chunks is None:
         return None
-    form, at, size = found
+    form, at, size = chunks
     _, channels, rate, _, width, bits = struct.unpack("<HHIIHH", form[:16])
     if (channels, rate) != (info.channels, info.sample_rate) or width * 8 != channels * bits or size % width:
         return None
     samples = size // width
-    if not _agrees(info, at, samples):
+    if not _matches_index(info, at, samples):
         return None
     first, last = max(0, int(low * rate)), min(samples, math.ceil(high * rate))
     if first >= last:
@@ -41,16 +41,20 @@ def excerpt(data: Media, info: AudioInfo, low: Fraction, high: Fraction) -> Exce
     part = data[at + first * width : at + last * width]
     head = struct.pack("<4sI4s4sI", b"RIFF", 20 + len(form) + len(part), b"WAVE", b"fmt ", len(form)) + form
     head += struct.pack("<4sI", b"data", len(part))
-    until = Fraction(samples, rate) if last == samples else None
-    return Excerpt([head, part], _DEMUXER, shift=Fraction(first, rate), until=until, whole=not first)
+    audio_end = Fraction(samples, rate) if last == samples else None
+    return Excerpt([head, part], _DEMUXER, shift=Fraction(first, rate), audio_end=audio_end, from_start=not first)
 
 
-def _agrees(info: AudioInfo, at: int, samples: int) -> bool:
+def _matches_index(info: AudioInfo, at: int, samples: int) -> bool:
     """Whether libav found the same number of samples at the same byte. An older index lists only the number."""
     if info.time_base is None:
         return samples == info.samples
-    first = info.marks[0] if info.marks else None
-    return samples == info.samples and first is not None and (first.at, first.pts, info.start_pts) == (at, 0, 0)
+    first_mark = info.marks[0] if info.marks else None
+    return (
+        samples == info.samples
+        and first_mark is not None
+        and (first_mark.at, first_mark.pts, info.start_pts) == (at, 0, 0)
+    )
 
 
 def _chunks(data: Media) -> tuple[bytes, int, int] | None:
@@ -66,7 +70,7 @@ def _chunks(data: Media) -> tuple[bytes, int, int] | None:
         if kind == b"fmt " and 16 <= size <= 64 and not size % 2:
             form = bytes(data[at + 8 : at + 8 + size])
         if kind == b"data":
-            whole = size != _UNKNOWN and at + 8 + size <= len(data)
-            return (form, at + 8, size) if whole and len(form) >= 16 else None
+            is_complete = size != _UNKNOWN and at + 8 + size <= len(data)
+            return (form, at + 8, size) if is_complete and len(form) >= 16 else None
         at += 8 + size + size % 2
     return None

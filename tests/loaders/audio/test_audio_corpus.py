@@ -103,14 +103,14 @@ EXCERPTS = ["wav s16le", "flac 4608", "mp3 44100 stereo", "ogg vorbis", "m4a aac
 def test_a_mark_that_is_elsewhere_leaves_the_file_to_libav(
     name: str, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind, taken, real = KINDS[name], list[bool](), decode._at_once
+    kind, taken, real = KINDS[name], list[bool](), decode._decode_from_excerpt
 
     def at_once(*args: Any) -> Any:
         found = real(*args)
         taken.append(found is not None)
         return found
 
-    monkeypatch.setattr(decode, "_at_once", at_once)
+    monkeypatch.setattr(decode, "_decode_from_excerpt", at_once)
     data = made(kind)
     info = indexed(data, kind.ext)
     sound = whole(data, info.stream)

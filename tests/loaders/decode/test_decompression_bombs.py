@@ -83,7 +83,7 @@ def test_a_clip_far_behind_its_key_frame_is_refused_before_it_is_decoded(
     monkeypatch.setattr(limits, "CLIP_PIXELS", 40 * info.width * info.height)
     assert isinstance(decoded(data, info, 30, 32), Decoded)
     began = list[object]()
-    monkeypatch.setattr(pyav, "_frames", lambda window: began.append(window) or iter(()))
+    monkeypatch.setattr(pyav, "_decode_frames", lambda window: began.append(window) or iter(()))
     found = decoded(data, info, 50, 52)
     assert isinstance(found, CapacityError), found
     assert "after the key frame" in found.message

@@ -110,7 +110,7 @@ def windows(film: IndexedVideo, wanted: Wanted) -> Iterator[list[Any]]:
             if not cut:
                 patch.setattr(trim, "pays", lambda info: False)
             else:
-                patch.setattr(trim, "_read", None)  # of the whole file
+                patch.setattr(trim, "_read_window", None)  # of the whole file
             with open_window(film.request(wanted), trusting=True) as window:
                 packets = [(p.pts, bytes(p), p.is_keyframe, p.is_discard, p.duration) for p in window.packets]
                 taken = [packets, window.times, window.picks, window.stamped]

@@ -213,5 +213,5 @@ def test_heads_are_held_up_to_a_limit_and_the_least_used_go_first() -> None:
     assert [heads.get("a.tar", member, 0) is not None for member in members] == [True, False, True, True]
     assert heads.get("b.tar", members[0], 0) is None
     assert heads.get("a.tar", members[0], 1) is None
-    assert heads.others("a.tar", members[0], ((0, 3), (7, 1))) == ((1, 2), (7, 1))
-    assert heads.others("a.tar", members[1], ((0, 3),)) == ((0, 3),)
+    assert heads.uncached("a.tar", members[0], ((0, 3), (7, 1))) == ((1, 2), (7, 1))
+    assert heads.uncached("a.tar", members[1], ((0, 3),)) == ((0, 3),)

@@ -113,8 +113,8 @@ def test_results_do_not_depend_on_the_cache(
     reader = PageReader(store, part, 0, SHARDS, cache)
     for _ in range(2):
         assert reader.samples(np.array(wanted, np.int64), wanted) == [rows[n] for n in wanted]
-        assert cache._held == sum(size for _, size in cache._pages.values())
-        assert cache._held <= most or len(cache._pages) == 1
+        assert cache._cached_bytes == sum(size for _, size in cache._pages.values())
+        assert cache._cached_bytes <= most or len(cache._pages) == 1
 
 
 def test_the_least_recently_used_page_goes_first() -> None:

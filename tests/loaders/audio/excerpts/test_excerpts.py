@@ -100,14 +100,14 @@ class ExcerptCounter:
     """Counts windows that were decoded from an excerpt, and can leave that out."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.taken, self.open, real = 0, True, decode._at_once
+        self.taken, self.open, real = 0, True, decode._decode_from_excerpt
 
         def at_once(*args: Any) -> Any:
             made = real(*args) if self.open else None
             self.taken += made is not None
             return made
 
-        patch.setattr(decode, "_at_once", at_once)
+        patch.setattr(decode, "_decode_from_excerpt", at_once)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def test_a_damaged_packet_is_reported_as_without_excerpts(excerpts_used: Excerpt
     table = mp4_excerpt.track(memoryview(data), info, info.marks)
     assert table is not None
     packet = int(12 * 44_100 / 1024)
-    ((at, size),) = mp4_excerpt._stretches(table, packet, packet + 1)
+    ((at, size),) = mp4_excerpt._byte_ranges(table, packet, packet + 1)
     data[at : at + size] = b"\xff" * size
     file, errors = Recording(bytes(data), "m4a"), list[str]()
     for excerpts_used.open in (True, False):
@@ -202,8 +202,8 @@ def test_a_page_that_is_missing_or_damaged_is_an_error_and_no_silence(
     excerpts_used: ExcerptCounter, damaged: bool
 ) -> None:
     data, info = recording("Opus"), Recording(recording("Opus"), "ogg").info
-    pages = [page.at for page in ogg._until(memoryview(data), 0, ogg._page(memoryview(data), 0).serial, 1 << 40, 0)]  # type: ignore[union-attr]
-    gone = next(number for number, at in enumerate(pages) if ogg._page(memoryview(data), at).samples > 12 * 48_000)  # type: ignore[union-attr]
+    pages = [page.at for page in ogg._pages_until(memoryview(data), 0, ogg._read_page(memoryview(data), 0).serial, 1 << 40, 0)]  # type: ignore[union-attr]
+    gone = next(number for number, at in enumerate(pages) if ogg._read_page(memoryview(data), at).samples > 12 * 48_000)  # type: ignore[union-attr]
     changed = bytearray(data) if damaged else bytearray(data[: pages[gone]] + data[pages[gone + 1] :])
     if damaged:
         changed[(pages[gone] + pages[gone + 1]) // 2] ^= 1
@@ -301,7 +301,7 @@ def test_tables_that_name_the_same_bytes_often_make_no_large_excerpt() -> None:
     assert moov is not None
     known = mp4_excerpt._track(moov, dict(mp4.inside(moov))[b"trak"])
     assert known is not None
-    stretches = list(mp4_excerpt._stretches(known, 100, 600))
+    stretches = list(mp4_excerpt._byte_ranges(known, 100, 600))
     assert sum(size for _, size in stretches) > 4 * len(data)
     assert mp4_excerpt._excerpt(memoryview(data), known, Fraction(3), Fraction(12)) is None
 

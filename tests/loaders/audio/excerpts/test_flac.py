@@ -82,7 +82,7 @@ def test_windows_are_those_that_libav_finds_by_packets(
     asked = data, info, begin, spec, round(seconds * spec.sample_rate), True
     found, real = decode.decode_audio(*asked)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "_at_once", lambda *_: None)
+        patch.setattr(decode, "_decode_from_excerpt", lambda *_: None)
         expected, really = decode.decode_audio(*asked)
     assert np.array_equal(found, expected)
     assert real == really
@@ -134,7 +134,7 @@ def test_a_last_frame_that_breaks_off_is_no_silence() -> None:
     data = FILES[16_000, "mono", "s16", 0][:-500]
     info, spec = info_of(data), AudioSpec()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "_at_once", lambda *_: None)
+        patch.setattr(decode, "_decode_from_excerpt", lambda *_: None)
         expected = outcome(data, info, spec)
     assert outcome(data, info, spec) == expected
 
@@ -160,7 +160,7 @@ def test_damage_inside_the_window_is_an_error_and_not_silence(start: Fraction) -
 
 @pytest.mark.parametrize("first", [11_025, 30_870, 32_965])
 def test_libav_finds_the_end_of_flac_too(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "_at_once", lambda *_: None)
+    monkeypatch.setattr(decode, "_decode_from_excerpt", lambda *_: None)
     data = FILES[11_025, "mono", "s16", 1152]
     whole, _ = decode.decode_audio(memoryview(data), info_of(data), Fraction(0), AudioSpec(11_025), 33_075, True)
     start = Fraction(first, 11_025)
@@ -199,14 +199,14 @@ def bomb(count: int) -> bytes:
 def test_a_file_full_of_what_looks_like_frames_is_a_bad_sample_before_long(
     marked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, looked, real = bomb(1 << 20), 0, flac._number
+    data, looked, real = bomb(1 << 20), 0, flac._frame_number
 
     def number(*args: Any) -> Any:
         nonlocal looked
         looked += 1
         return real(*args)
 
-    monkeypatch.setattr(flac, "_number", number)
+    monkeypatch.setattr(flac, "_frame_number", number)
     forged = AudioInfo("flac", 0, "flac", 48_000, 1, (1 << 36) - 1)
     if marked:
         forged = replace(forged, time_base=Fraction(1, 48_000), marks=(AudioMark(42, 0),))
