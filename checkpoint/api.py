@@ -361,7 +361,7 @@ class Checkpointer:
     def is_committed(self, run: str, attempt: Base) -> bool:
         """Whether this attempt is a committed step of the run, in any timeline."""
         self._check_open()
-        return repository.settled(self._store, run, attempt)
+        return repository.is_step(self._store, run, attempt)
 
     def is_over(self, run: str, attempt: Base) -> bool:
         """Whether a newer timeline prevents this attempt from being committed."""

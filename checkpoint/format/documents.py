@@ -165,6 +165,10 @@ class Commit(Document, frozen=True, kw_only=True):
     tombstone: bool = False
     committed: float = 0.0
 
+    def commits(self, attempt: str) -> bool:
+        """Whether the step exists and is this attempt."""
+        return self.attempt == attempt and not self.tombstone
+
 
 class StepOfRun(msgspec.Struct, frozen=True):
     run: str

@@ -241,14 +241,6 @@ def id_from_bytes(raw: bytes) -> str:
     return "".join([_DIGITS[number >> shift & 31] for shift in range(125, -1, -5)])
 
 
-def id_to_bytes(text: str) -> bytes:
-    """The 16 bytes of an id."""
-    number = 0
-    for digit in check_id(text):
-        number = number << 5 | _DIGITS.index(digit)
-    return number.to_bytes(16, "big")
-
-
 def is_id(text: str) -> bool:
     """Whether `text` is an id."""
     return _PATTERN.fullmatch(text) is not None

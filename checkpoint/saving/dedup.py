@@ -29,7 +29,7 @@ from headrace.checkpoint.format import codec, names
 from headrace.checkpoint.format.chunking import Box, PieceSpan, TensorSpec
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import PACK_BYTES, Chunk, Manifest, PackName, Tensor
-from headrace.checkpoint.repository import commit, fetch
+from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.saving.plan import OwnManifest
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, UnsupportedError
@@ -129,7 +129,7 @@ def _may_reference(store: Store, run: str, base: Base, pending: set[tuple[str, i
     if (at.run, at.timeline, at.step) in pending:
         _log.info("step %d of run %s is being collected and is not used as a base", at.step, at.run)
         return False
-    return _is_committed(store, at.run, base)
+    return repository.is_committed(store, at.run, base)
 
 
 def _drop_sparse_packs(store: Store, run: str, known: KnownChunks) -> None:
@@ -174,13 +174,8 @@ def _is_of_removed_step(store: Store, runs: Iterable[str], attempt: str) -> bool
     for run in sorted(runs):
         at = repository.step_of_attempt(store, run, attempt)
         if at is not None:
-            return not _is_committed(store, run, Base(at.timeline, at.step, attempt))
+            return not repository.is_committed(store, run, Base(at.timeline, at.step, attempt))
     return False
-
-
-def _is_committed(store: Store, run: str, base: Base) -> bool:
-    found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
-    return found is not None and not found.tombstone and found.attempt == base.attempt
 
 
 def _add(manifests: Sequence[Manifest], known: KnownChunks) -> None:

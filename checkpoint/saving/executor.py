@@ -292,7 +292,7 @@ class SaveExecutor:
     def _find_result(self, plan: PutPlan) -> dict[str, object] | None:
         attempt = attempt_of(plan)
         found = commit.recognise(self._store, attempt)
-        if found is None or found.tombstone or found.attempt != plan.attempt:
+        if found is None or not found.commits(plan.attempt):
             return None
         return result_of(self._store, attempt, plan.rank, found)
 

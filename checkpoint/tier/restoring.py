@@ -210,7 +210,7 @@ def _is_committable(store: Store, local_tier: LocalTier, record: Record) -> bool
     attempt = attempt_of(record)
     old = time.time() - record.created > STALE_SECONDS
     found = commit.recognise(store, attempt)
-    if found is not None and found.attempt == attempt.id and not found.tombstone:
+    if found is not None and found.commits(attempt.id):
         mark_committed(store, local_tier, record, found.committed)
         return False
     if old or isinstance(commit.decide(attempt, commit.look(store, attempt, lease_alive=True)), commit.Stop):
@@ -292,9 +292,7 @@ def _require_bases(store: Store, local_tier: LocalTier, record: Record, bases: S
     pending = repository.pending_deletes(store)
     for base in bases:
         at = base.of(record.run)
-        found = commit.find_commit(store, names.commit(at.run, at.timeline, at.step))
-        committed = found is not None and found.attempt == base.attempt and not found.tombstone
-        if not committed or (at.run, at.timeline, at.step) in pending:
+        if not repository.is_committed(store, at.run, base) or (at.run, at.timeline, at.step) in pending:
             _mark_over(local_tier, record)
             raise ConflictError(
                 f"step {record.step} cannot be committed: retention removed step {base.step}, which it references"
