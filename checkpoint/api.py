@@ -336,7 +336,7 @@ class Checkpointer:
             >>> state
             {'epoch': 3}
         """
-        wanted = step if isinstance(step, Base) else repository.step_or_tag(step, tag)
+        requested = step if isinstance(step, Base) else repository.step_or_tag(step, tag)
         source = self._run if run is None else run
 
         def prepare() -> Selection:
@@ -345,13 +345,13 @@ class Checkpointer:
             self._saves.settle()
             return Selection.of(include, exclude, strict, cast)
 
-        found = self._restorer.restore(state, source, wanted, prepare, required)
-        if found is None:
+        restored = self._restorer.restore(state, source, requested, prepare, required)
+        if restored is None:
             return None
-        self._lineage.restored(source, found, latest=wanted == "latest")
+        self._lineage.restored(source, restored, latest=requested == "latest")
         if source == self._run:
             self._saves.start_over()
-        return found.base.step
+        return restored.base.step
 
     @property
     def run(self) -> str:

@@ -252,9 +252,9 @@ class Handle:
         """Drop the copy, which holds the arena."""
         self._wait_seconds, self._copy = self.wait_seconds, None
 
-    def _late(self, what: str, timeout: float | None) -> DeadlineError:
+    def _late(self, expected: str, timeout: float | None) -> DeadlineError:
         return DeadlineError(
-            f"step {self.step} is not {what} after {timeout:g} s", hint="the save continues; wait again"
+            f"step {self.step} is not {expected} after {timeout:g} s", hint="the save continues; wait again"
         )
 
     def __repr__(self) -> str:
@@ -296,8 +296,8 @@ class Saves:
         """Raise `ConflictError` unless the step may be saved."""
         self.settle()
         if step in self._committed or step in self._handles:
-            how = "is saved" if step in self._committed else "is being saved"
-            raise ConflictError(f"step {step} of run {self._run} {how} in this timeline", hint="save each step once")
+            state = "is saved" if step in self._committed else "is being saved"
+            raise ConflictError(f"step {step} of run {self._run} {state} in this timeline", hint="save each step once")
 
     def again(self, step: int) -> bool:
         """Return whether this timeline may already have the step. If so, all saves have ended.
@@ -374,8 +374,8 @@ class Saves:
 
     def raise_unfetched(self) -> None:
         """Raise the errors of saves that the caller has not fetched, if there are any."""
-        kept = [handle for handle in self._failed if not handle.fetched]
-        _raise_first([*kept, *self._unfetched()], more=self._more_failed)
+        failed = [handle for handle in self._failed if not handle.fetched]
+        _raise_first([*failed, *self._unfetched()], more=self._more_failed)
 
     def _unfetched(self) -> list[Handle]:
         return [handle for handle in self._handles.values() if handle.error is not None and not handle.fetched]
@@ -428,4 +428,4 @@ def _before_exit(method: Callable[[], None]) -> None:
     reference, pid = weakref.WeakMethod(method), os.getpid()
     register = getattr(threading, "_register_atexit", None)  # not public, but concurrent.futures itself uses it
     if register is not None:
-        register(lambda: os.getpid() == pid and (found := reference()) and found())
+        register(lambda: os.getpid() == pid and (bound := reference()) and bound())

@@ -159,11 +159,11 @@ def _own_host() -> str:
     master, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not master:
         return socket.gethostbyname(socket.gethostname())
-    found = socket.getaddrinfo(master, int(port or 9), type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as towards:
-        towards.connect(address)  # a datagram socket sends nothing here; the kernel chooses the route
-        return str(towards.getsockname()[0])
+    addresses = socket.getaddrinfo(master, int(port or 9), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # a datagram socket sends nothing here; the kernel chooses the route
+        return str(probe.getsockname()[0])
 
 
 def _packed(host: str, port: int) -> bytes:
@@ -231,9 +231,9 @@ class Peers:
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
-        for each in (self._connection, self._probe):
-            if each is not None:
-                each.close()
+        for connection in (self._connection, self._probe):
+            if connection is not None:
+                connection.close()
 
 
 def watched_rank(places: Sequence[bytes], rank: int) -> int | None:

@@ -204,14 +204,14 @@ class Saver:
         """Names of replicated tensors that differ between ranks. The ranks concerned and rank 0 log them."""
         if self._options.check_replicas == "off" or self._ranks.world_size == 1:
             return ()
-        found = comparing.diverged(prepared, self._ranks, step)
-        concerned = any(self._ranks.rank in (0, *each.ranks) for each in found)
+        differing = comparing.diverged(prepared, self._ranks, step)
+        concerned = any(self._ranks.rank in (0, *each.ranks) for each in differing)
         if concerned:
-            metrics.checkpoint_replicas_diverged.inc(len(found))
-        if found and self._options.check_replicas == "error":
+            metrics.checkpoint_replicas_diverged.inc(len(differing))
+        if differing and self._options.check_replicas == "error":
             raise MismatchError(
                 f"step {step} is not saved: tensors with the same name, which are written once, differ between ranks: "
-                f"{', '.join(map(str, found[:8]))}",
+                f"{', '.join(map(str, differing[:8]))}",
                 hint="give values of one rank (a pipeline stage, experts) a separate name, as in "
                 '{f"stage{stage}": model}; if they should be equal, check those ranks; check_replicas="warn" saves one of them',
             )
@@ -219,9 +219,9 @@ class Saver:
             _log.warning(
                 "step %d: tensors that should be the same on several ranks differ: %s",
                 step,
-                ", ".join(map(str, found[:8])),
+                ", ".join(map(str, differing[:8])),
             )
-        return tuple(each.name for each in found)
+        return tuple(each.name for each in differing)
 
     # the copy
 

@@ -55,8 +55,8 @@ def encode(
     flat = flatten({"values": dict(values)})
     for leaf in flat.leaves:
         if leaf.local.sharded or leaf.name in refs:
-            what = "is spread over ranks" if leaf.local.sharded else "has the name of another one"
-            raise UsageError(f"{leaf.name}: a tensor inside of a value {what}", hint="leave flatten_state_dict=True")
+            problem = "is spread over ranks" if leaf.local.sharded else "has the name of another one"
+            raise UsageError(f"{leaf.name}: a tensor inside of a value {problem}", hint="leave flatten_state_dict=True")
     document: Any = flat.tree
     _require_plain(document["values"], "values")
     where = {name: tuple(path) for name, path in (paths or {}).items()}
@@ -107,16 +107,16 @@ def is_dcp(document: object) -> bool:
 
 def names_of(step: Step, rank: int) -> Names:
     """The names of a step, as `rank` sees them."""
-    own = rank if rank < len(step.manifests) else 0
-    order = [step.manifests[own], *(m for m in step.manifests if m.rank != own)]
-    found = Names()
+    own_number = rank if rank < len(step.manifests) else 0
+    order = [step.manifests[own_number], *(m for m in step.manifests if m.rank != own_number)]
+    names = Names()
     for manifest in order:
         document = tree.decode(manifest.tree)
-        one = _of_dcp(document) if is_dcp(document) else _of_state(document)
-        found.values = {**one.values, **found.values}
-        found.tensors = {**one.tensors, **found.tensors}
-        found.paths = {**one.paths, **found.paths}
-    return found
+        names_of_manifest = _of_dcp(document) if is_dcp(document) else _of_state(document)
+        names.values = {**names_of_manifest.values, **names.values}
+        names.tensors = {**names_of_manifest.tensors, **names.tensors}
+        names.paths = {**names_of_manifest.paths, **names.paths}
+    return names
 
 
 def _of_dcp(document: Any) -> Names:
@@ -134,13 +134,13 @@ def _of_state(document: object) -> Names:
     """A state that a Checkpointer saved, flattened as DCP does."""
     refs: dict[int, tuple[str, torch.Tensor]] = {}
     flat, paths = flatten_state_dict(_opened(document, refs))
-    found = Names(paths=dict(paths))
+    names = Names(paths=dict(paths))
     for name, value in flat.items():
         if id(value) in refs:
-            found.tensors[name] = refs[id(value)][0]
+            names.tensors[name] = refs[id(value)][0]
         else:
-            found.values[name] = value
-    return found
+            names.values[name] = value
+    return names
 
 
 def _opened(node: Any, refs: dict[int, tuple[str, torch.Tensor]]) -> Any:

@@ -157,8 +157,10 @@ class RepositoryReader(StorageReader):
             targets = [planner.resolve_tensor(item).detach() for item in items]
             with torch.no_grad():
                 wants = [self._want(item, target) for item, target in zip(items, targets, strict=True)]
-                there = zip(items, wants, targets, strict=True)
-                places = [Target(item.dest_index.fqn, want.saved, want.box, target) for item, want, target in there]
+                read_items = zip(items, wants, targets, strict=True)
+                places = [
+                    Target(item.dest_index.fqn, want.saved, want.box, target) for item, want, target in read_items
+                ]
                 require_one_content(self._store, self._opened_step, places)
                 direct = direct_for(self._store, self._gds)
                 store = self._store if direct is None else GdsStore(self._store, direct)
@@ -215,10 +217,10 @@ class RepositoryReader(StorageReader):
     def _find(self, stack: contextlib.ExitStack) -> Base:
         """Open the store and find the step."""
         self._store = self._url if isinstance(self._url, Store) else stack.enter_context(self._opened())
-        found = repository.find(self._store, self._run, self._step)
-        if found is None:
+        base = repository.find(self._store, self._run, self._step)
+        if base is None:
             raise repository.missing(self._store, self._run)
-        return found
+        return base
 
     def _value(self, name: str) -> object:
         """Decode a value other than a tensor. Tensors inside it are read."""
@@ -255,12 +257,14 @@ def _tensor_metadata(saved: Saved) -> TensorStorageMetadata:
 
 def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:
     """All tensors that the rank sees, and those that only other ranks hold."""
-    found: dict[str, Saved] = {}
+    rank_local: dict[str, Saved] = {}
     for manifest in step.manifests:
         for tensor in manifest.tensors:
             if not tensor.replicated:
-                found.setdefault(tensor.name, Saved(tensor.name, tensor.dtype, tensor.shape, ((manifest, tensor),)))
-    return found | chunk_reader.tensors_of(step, rank)
+                rank_local.setdefault(
+                    tensor.name, Saved(tensor.name, tensor.dtype, tensor.shape, ((manifest, tensor),))
+                )
+    return rank_local | chunk_reader.tensors_of(step, rank)
 
 
 def _pickled_here(value: object) -> io.BytesIO:

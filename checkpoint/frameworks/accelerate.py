@@ -202,5 +202,5 @@ class _Attached:
 
 def _named_in(parent: Path) -> list[Path]:
     """Folders that Accelerate has named, oldest first."""
-    found = [path for path in parent.glob("checkpoint_*") if path.name[len("checkpoint_") :].isdecimal()]
-    return sorted(found, key=step_of)
+    folders = [path for path in parent.glob("checkpoint_*") if path.name[len("checkpoint_") :].isdecimal()]
+    return sorted(folders, key=step_of)

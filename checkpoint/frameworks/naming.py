@@ -188,12 +188,12 @@ class Names:
         name.publish()
         return True
 
-    def restore(self, state: dict[str, Any], path: str | os.PathLike[str], **how: Any) -> Record:
+    def restore(self, state: dict[str, Any], path: str | os.PathLike[str], **options: Any) -> Record:
         """Restore the step that the name refers to, in any timeline of the run."""
         record = read_name(path)
         run = record.run or self._checkpointer.run
         try:
-            self._checkpointer.restore(state, record.attempt or record.step, run=run, **how)
+            self._checkpointer.restore(state, record.attempt or record.step, run=run, **options)
         except NotFoundError as error:
             raise MissingStepError(
                 f"{path} names step {record.step} of run {run}, which cannot be restored: {error.message}",
@@ -235,10 +235,10 @@ class Names:
         A name that cannot be published now is logged and stays hidden. `only`: recover only this name.
         """
         place = Path(os.path.abspath(folder))
-        found: list[tuple[int, int, Path, str, Record]] = []
+        recoverable: list[tuple[int, int, Path, str, Record]] = []
         with _logging(f"the hidden names in {place} could not be read"):
-            found = sorted(self._recoverable(place, only), key=lambda each: each[:3])
-        for *_, hidden, name, record in found:
+            recoverable = sorted(self._recoverable(place, only), key=lambda each: each[:3])
+        for *_, hidden, name, record in recoverable:
             with _logging(f"the name {hidden.parent / name} could not be published"):
                 self._recover_one(hidden, hidden.parent / name, record)
 
@@ -296,14 +296,14 @@ class Names:
                 _install(name.hidden, name.path)
             self._published = max(self._published, name.number)
             due = [path for number, path in self._to_remove if number <= self._published]
-            self._to_remove = [each for each in self._to_remove if each[0] > self._published]
+            self._to_remove = [pair for pair in self._to_remove if pair[0] > self._published]
             self._in_flight.pop(name.number)
             self._newest = {p: n for p, n in self._newest.items() if any(n > m for m in self._in_flight)}
-            in_flight = {each.path: each for each in self._in_flight.values()}
+            in_flight = {other.path: other for other in self._in_flight.values()}
             name.is_over = True
         _named()
-        for each in name.extra_names:
-            self._publish_extra(each)
+        for extra in name.extra_names:
+            self._publish_extra(extra)
         for path in due:
             if path in in_flight:  # a save in flight publishes it, so remove it after that
                 in_flight[path].remove_after_publish.append(path)
@@ -333,8 +333,8 @@ class Names:
                 self._unpublished.append(name.hidden)
         if not may_be_committed:
             _delete(name.hidden)
-        for each in name.extra_names:
-            each.withdraw(error)
+        for extra in name.extra_names:
+            extra.withdraw(error)
 
 
 class _Name:
@@ -384,12 +384,12 @@ class _Name:
 
 
 @contextlib.contextmanager
-def _logging(what: str) -> Iterator[None]:
+def _logging(problem: str) -> Iterator[None]:
     """Log an error of the body instead of raising it."""
     try:
         yield
     except Exception as error:
-        _log.error("%s: %s", what, error, exc_info=None if isinstance(error, HeadraceError | OSError) else error)
+        _log.error("%s: %s", problem, error, exc_info=None if isinstance(error, HeadraceError | OSError) else error)
 
 
 def write_file(hidden: Path, record: Record, values: str = "") -> None:
@@ -411,8 +411,8 @@ def _hidden_names(folder: Path) -> Iterator[tuple[Path, str, str]]:
     """(path, name, kind) of every hidden name in the folder."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in sorted(os.listdir(folder)):
-            if (found := _HIDDEN.match(entry)) is not None:
-                yield folder / entry, found[1], found[3]
+            if (match := _HIDDEN.match(entry)) is not None:
+                yield folder / entry, match[1], match[3]
 
 
 def _install(hidden: Path, path: Path) -> None:

@@ -71,12 +71,12 @@ class Direct:
 
     def buffer(self, size: int, device: torch.device) -> torch.Tensor:
         """Allocate device memory and register it with cuFile until `release`."""
-        made = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             gds: Any = torch.cuda.gds
             with contextlib.suppress(RuntimeError):  # without registration cuFile copies through its own buffers
-                gds.gds_register_buffer(made.untyped_storage())
-        return made
+                gds.gds_register_buffer(memory.untyped_storage())
+        return memory
 
     def release(self, buffer: torch.Tensor) -> None:
         """Deregister a buffer."""
@@ -169,18 +169,18 @@ class GpuFile:
 
 
 @contextlib.contextmanager
-def _cufile_errors(what: str) -> Any:
+def _cufile_errors(action: str) -> Any:
     try:
         yield
     except RuntimeError as error:  # torch's error names neither the file nor a next step
         first = (str(error).splitlines() or ["no reason"])[0]
-        raise TransientError(f"{what} by cuFile failed: {first}", hint="try again, or without gds") from error
+        raise TransientError(f"{action} by cuFile failed: {first}", hint="try again, or without gds") from error
 
 
 def _storage_of(tensor: torch.Tensor) -> Any:
     """The tensor's bytes as a storage that shares the memory of its own storage."""
-    whole, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
-    return whole if tensor.nbytes == whole.nbytes() else whole[start : start + tensor.nbytes]
+    storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+    return storage if tensor.nbytes == storage.nbytes() else storage[start : start + tensor.nbytes]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,17 +228,17 @@ def probe(directory: str | os.PathLike[str] | None = None, device: str | torch.d
 
 
 def _try(path: Path, device: torch.device) -> Verdict:
-    given = torch.arange(_PROBE_BYTES, device=device).to(torch.uint8)
-    back = torch.zeros_like(given)
+    written = torch.arange(_PROBE_BYTES, device=device).to(torch.uint8)
+    read_back = torch.zeros_like(written)
     try:
         with GpuFile(path, writing=True, direct=True) as file:
-            file.write(given, 0)
-            file.read(back[:ALIGNMENT], 0)  # in two parts, because packs are read into parts of a buffer
-            file.read(back[ALIGNMENT:], ALIGNMENT)
+            file.write(written, 0)
+            file.read(read_back[:ALIGNMENT], 0)  # in two parts, because packs are read into parts of a buffer
+            file.read(read_back[ALIGNMENT:], ALIGNMENT)
     except (RuntimeError, OSError, TransientError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return Verdict(False, f"cuFile does not work here ({first}); copies go through host memory")
-    if not torch.equal(given, back):
+    if not torch.equal(written, read_back):
         return Verdict(False, "cuFile returned other bytes than were written; copies go through host memory")
     return Verdict(
         True, "by cuFile" + ("" if _DRIVER.exists() else " in compatibility mode, which copies through host memory")

@@ -45,16 +45,16 @@ class PackUsers:
         # by live attempt, the packs of other attempts that it names
         self._named: dict[str, Packs] = {}
         # equal sets of packs, each stored once to save memory
-        self._same: dict[frozenset[str], frozenset[str]] = {}
+        self._interned: dict[frozenset[str], frozenset[str]] = {}
         # by attempt whose packs need no second listing, the live attempts that needed its packs
         self._done: dict[str, frozenset[str]] = {}
         self._live: dict[str, SeenAttempt] = {}
         # by attempt, the other live attempts that need its packs
         self._users: dict[str, list[SeenAttempt]] = {}
         # the attempts whose packs the last look listed
-        self._looked: list[str] = []
+        self._listed: list[str] = []
         # whether `_users` is complete; False if a document of a live attempt is missing
-        self._known = True
+        self._users_are_known = True
         # the live attempts that had a decision at the last look
         self._decided: set[str] = set()
         self.doubtful: set[StepOfRun] = set()
@@ -71,16 +71,16 @@ class PackUsers:
         decided = {each for each, attempt in by_id.items() if attempt.decision is not None}
         self._named = {each: packs for each, packs in self._named.items() if each in decided & self._decided}
         self._decided = decided
-        self._same = {packs: packs for each in self._named.values() for packs in each.values()}
+        self._interned = {packs: packs for each in self._named.values() for packs in each.values()}
         self._find_users(list(by_id.values()))
         folders = [name for name in self._store.list_folders(names.PACKS) if names.is_id(name)]
-        self._looked = to_list = self._to_list(folders, inventory)
+        self._listed = to_list = self._to_list(folders, inventory)
         yield from ((each, []) for each in sorted(inventory.attempts.keys() - set(folders)))
         yield from many(self._list, to_list)
 
     def done(self) -> None:
         """Report that the caller deleted all packs of the last look that no live attempt needs."""
-        for attempt in self._looked if self._known else ():
+        for attempt in self._listed if self._users_are_known else ():
             attempt_itself = self._live.get(attempt)
             if attempt_itself is None or attempt_itself.decision is not None:
                 users = [*self._users.get(attempt, ()), *([attempt_itself] if attempt_itself is not None else [])]
@@ -88,7 +88,7 @@ class PackUsers:
 
     def _find_users(self, live: list[SeenAttempt]) -> None:
         """Find which live attempts need packs of which other attempts."""
-        self._known = all(self._others(user) is not None for user in live)
+        self._users_are_known = all(self._others(user) is not None for user in live)
         self._users = defaultdict(list)
         for user in live:
             for other in self._others(user) or ():
@@ -125,7 +125,7 @@ class PackUsers:
         """
         unused = set(packs)
         needed_packs = set[str]()
-        for user, part in self._parts(attempt) if self._known else ((None, None),):
+        for user, part in self._parts(attempt) if self._users_are_known else ((None, None),):
             more = unused if part is None else unused & part
             if more and user is not None:
                 self._check(user)
@@ -162,7 +162,7 @@ class PackUsers:
             if packs is None:
                 return None
             by_attempt = {
-                each: self._same.setdefault(kept, kept) for each, kept in packs.items() if each != attempt.attempt
+                each: self._interned.setdefault(kept, kept) for each, kept in packs.items() if each != attempt.attempt
             }
             self._named[attempt.attempt] = by_attempt
         return by_attempt

@@ -79,10 +79,10 @@ def open_found(
 
 def read_decision(store: Store, run: str, base: Base) -> Sealed:
     """Read the decision, and check its digests, because the ranks exchange them as bytes of this length."""
-    found = fetch.sealed(store, run, base)
-    if any(len(each) != DIGEST_BYTES for each in (*found.digests, *found.groups)):
-        raise CorruptionError(f"{found.attempt.decision_key} names digests of another length")
-    return found
+    decision = fetch.sealed(store, run, base)
+    if any(len(each) != DIGEST_BYTES for each in (*decision.digests, *decision.groups)):
+        raise CorruptionError(f"{decision.attempt.decision_key} names digests of another length")
+    return decision
 
 
 def _first(found: Found, sealed: Sealed) -> tuple[_First, bytes]:

@@ -204,13 +204,13 @@ class SaveExecutor:
                 if not isinstance(error, TransientError) or not sidecar.broken:
                     owner.abandon()
                     raise
-                found = self._reconnect(save, staged.token, error, owner.released)
-            if isinstance(found, dict):
+                reconnected = self._reconnect(save, staged.token, error, owner.released)
+            if isinstance(reconnected, dict):
                 owner.abandon()
-                return found
-            if found is None:
+                return reconnected
+            if reconnected is None:
                 break
-            sidecar, staged = found
+            sidecar, staged = reconnected
         if owner.released:
             raise _without_daemon(save.plan)
         return self._commit_in_process(save, shared=True)
@@ -275,13 +275,13 @@ class SaveExecutor:
     def _result_or_raise(self, plan: PutPlan, error: TransientError) -> dict[str, object]:
         """Return the save's result if it was committed despite the error; else raise the error."""
         try:
-            found = self._find_result(plan)
+            result = self._find_result(plan)
         except HeadraceError as second:
             _log.warning("whether step %d was committed cannot be seen either: %s", plan.step, second)
             raise error from second
-        if found is None:
+        if result is None:
             raise error
-        return found
+        return result
 
     def _try_find_result(self, plan: PutPlan) -> dict[str, object] | None:
         """As `_find_result`, but None if the store is unreachable."""
@@ -291,10 +291,10 @@ class SaveExecutor:
 
     def _find_result(self, plan: PutPlan) -> dict[str, object] | None:
         attempt = attempt_of(plan)
-        found = commit.recognise(self._store, attempt)
-        if found is None or not found.commits(plan.attempt):
+        committed = commit.recognise(self._store, attempt)
+        if committed is None or not committed.commits(plan.attempt):
             return None
-        return result_of(self._store, attempt, plan.rank, found)
+        return result_of(self._store, attempt, plan.rank, committed)
 
 
 class _ArenaOwner:

@@ -53,8 +53,8 @@ def encode(value: Any) -> ValueNode | None:
         names = [member.name for member in value] if isinstance(value, Flag) else [value.name]
         node = ValueNode("enum", [_name(kind), names])
     elif isinstance(value, tuple) and hasattr(kind, "_fields"):
-        known = _find(_name(kind)) is kind and not getattr(value, "__dict__", None)
-        return ValueNode("namedtuple", [_name(kind), list(kind._fields)], list(value)) if known else None
+        restorable = _find(_name(kind)) is kind and not getattr(value, "__dict__", None)
+        return ValueNode("namedtuple", [_name(kind), list(kind._fields)], list(value)) if restorable else None
     elif isinstance(value, np.generic):
         text = isinstance(value, np.str_ | np.bytes_)
         node = ValueNode(
@@ -79,14 +79,14 @@ def decode(node: ValueNode) -> Any:
 
 def _comes_back(node: ValueNode, value: Any) -> bool:
     try:
-        again = decode(node)
+        decoded = decode(node)
     except (CorruptionError, MismatchError):
         return False
-    if type(again) is not type(value):
+    if type(decoded) is not type(value):
         return False
     if isinstance(value, np.ndarray | np.generic):
-        return bool(again.dtype == value.dtype and again.tobytes() == value.tobytes())
-    return isinstance(value, io.BytesIO) or repr(again) == repr(value)
+        return bool(decoded.dtype == value.dtype and decoded.tobytes() == value.tobytes())
+    return isinstance(value, io.BytesIO) or repr(decoded) == repr(value)
 
 
 def _exact(value: Any, *kinds: type) -> Any:
@@ -107,10 +107,10 @@ def _wholes(about: Any, count: int | None = None) -> list[int]:
 
 
 def _several(about: Any, count: int | None = None) -> list[Any]:
-    found: list[Any] = _exact(about, list)
-    if count is not None and len(found) != count:
-        raise ValueError(f"{len(found)} values instead of {count}")
-    return found
+    items: list[Any] = _exact(about, list)
+    if count is not None and len(items) != count:
+        raise ValueError(f"{len(items)} values instead of {count}")
+    return items
 
 
 def _name(kind: type) -> str:
@@ -123,20 +123,20 @@ def _find(name: str) -> type | None:
     The function reads namespaces only, because attribute access could import a module.
     """
     module, _, path = name.partition(":")
-    found: object = sys.modules.get(module)
+    value: object = sys.modules.get(module)
     for part in path.split("."):
-        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
-    return found if isinstance(found, type) else None
+        value = vars(value).get(part) if isinstance(value, ModuleType | type) else None
+    return value if isinstance(value, type) else None
 
 
 def _loaded(name: Any, base: type) -> Any:
-    found = _find(_exact(name, str))
-    if found is None or not issubclass(found, base):
+    kind = _find(_exact(name, str))
+    if kind is None or not issubclass(kind, base):
         raise MismatchError(
             f"the checkpoint holds a value of the class {name!s:.200}, which is not loaded in this process",
             hint="import its module before restoring",
         )
-    return found
+    return kind
 
 
 def _changed(name: object) -> MismatchError:
@@ -171,10 +171,10 @@ def _defaultdict(value: defaultdict[Any, Any]) -> ValueNode | None:
 
 
 def _of_torch(name: Any, kind: type) -> object:
-    found = vars(torch).get(_exact(name, str))
-    if not isinstance(found, kind):
+    value = vars(torch).get(_exact(name, str))
+    if not isinstance(value, kind):
         raise ValueError(f"torch has no {name!s:.60}")
-    return found
+    return value
 
 
 def _numpy(about: Any, _: object) -> Any:
