@@ -130,7 +130,7 @@ def _one_step(
 ) -> None:
     began = time.perf_counter()
     batch = next(batches)
-    got = time.perf_counter()
+    loaded_at = time.perf_counter()
     optimizer.zero_grad(set_to_none=True)
     loss = model(batch["video"])
     loss.backward()
@@ -143,8 +143,8 @@ def _one_step(
         ids=[int(i) for i in batch["id"]],
         keys=list(batch["key"]),
         loss=value.hex(),
-        wait=got - began,
-        compute=time.perf_counter() - got,
+        wait=loaded_at - began,
+        compute=time.perf_counter() - loaded_at,
     )
 
 

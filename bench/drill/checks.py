@@ -114,12 +114,12 @@ def saves(device: str, size: int = 64 * _MIB) -> None:
                 _slow(device)
                 optimizer.step()
                 handle.result(120)
-                found = {"w": torch.zeros_like(weight), "b": torch.zeros_like(buffer)}
+                restored = {"w": torch.zeros_like(weight), "b": torch.zeros_like(buffer)}
                 _slow(device, 20)
-                for tensor in found.values():
+                for tensor in restored.values():
                     tensor.fill_(-2)  # queued on the device before the restore, which must wait for it
-                checkpointer.restore(found, step=step, strict=False)
-                for key, tensor in found.items():
+                checkpointer.restore(restored, step=step, strict=False)
+                for key, tensor in restored.items():
                     _expect(bool((tensor == step).all()), f"{mode}: {key!r} is not what it was at step {step}")
 
 
@@ -312,21 +312,21 @@ def probe(gpu: bool) -> PartResult:
 def _card() -> dict[str, object]:
     import torch
 
-    found: dict[str, object] = {"capability": torch.cuda.get_device_capability(0), "cuda": torch.version.cuda}
+    described: dict[str, object] = {"capability": torch.cuda.get_device_capability(0), "cuda": torch.version.cuda}
     if shutil.which("nvidia-smi"):
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
         )
-        found |= dict(
+        described |= dict(
             zip(_QUERY.split(","), (value.strip() for value in done.stdout.split("\n")[0].split(",")), strict=False)
         )
-    found["video_library"] = _library("libnvcuvid.so.1")
+    described["video_library"] = _library("libnvcuvid.so.1")
     try:
         backend = importlib.import_module("nvidia.dali.backend_impl")
-        found["dali_gpus"] = backend.GetCUDADeviceCount()
+        described["dali_gpus"] = backend.GetCUDADeviceCount()
     except Exception as error:
-        found["dali_gpus"] = f"{type(error).__name__}: {error}"
-    return found
+        described["dali_gpus"] = f"{type(error).__name__}: {error}"
+    return described
 
 
 def _library(name: str) -> str:
@@ -375,10 +375,10 @@ def suite(gpu: bool) -> PartResult:
     )
     out = done.stdout
     if not gpu:
-        found = re.search(r"(\d+)/\d+ tests collected|(\d+) tests? collected", out)
-        if found is None:
+        count = re.search(r"(\d+)/\d+ tests collected|(\d+) tests? collected", out)
+        if count is None:
             raise RuntimeError(f"pytest collected nothing: {(out + done.stderr)[-400:]}")
-        part.add("pytest -m gpu", "collected", int(found[1] or found[2]))
+        part.add("pytest -m gpu", "collected", int(count[1] or count[2]))
         return part
     if skipped := re.search(r"(\d+) skipped", out):
         part.notes.append(f"{skipped[1]} skipped: " + "; ".join(re.findall(r"^SKIPPED.*", out, re.M))[:400])

@@ -97,8 +97,8 @@ def request_for(path: Path) -> Any:
     from headrace.loaders.decode.base import Request
 
     info: Any = probe(path).video
-    wanted = Wanted("index", tuple(range(min(_FRAMES, info.frames))), info.key_frames[0])
-    return Request(memoryview(path.read_bytes()), info, wanted)
+    frames = Wanted("index", tuple(range(min(_FRAMES, info.frames))), info.key_frames[0])
+    return Request(memoryview(path.read_bytes()), info, frames)
 
 
 def _decoders(codec: str, gpu: bool) -> Iterator[tuple[str, Any]]:
@@ -128,7 +128,7 @@ def _measure(part: PartResult, codec: str, height: int, path: Path, gpu: bool) -
     reference: Any = None
     for decoder_name, decoder in _decoders(codec, gpu):
         try:
-            frames = _one(decoder, request)
+            frames = _decode_one(decoder, request)
         except UnsupportedError as error:
             part.notes.append(f"{codec} {height}p: PyAV decodes it in place of {decoder_name}: {error}")
             return
@@ -136,8 +136,8 @@ def _measure(part: PartResult, codec: str, height: int, path: Path, gpu: bool) -
         _compare(part, decoder_name, name, frames, reference)
         count = _CLIPS[decoder_name.rpartition(",")[0] if "threads" in decoder_name else decoder_name]
         with UtilizationSampler(_address() if gpu else None) as watch:
-            found = rates(functools.partial(_many, decoder, request, count), _SECONDS * gpu)
-        part.add(decoder_name, f"{name}_rate", *found)
+            frame_rates = rates(functools.partial(_many, decoder, request, count), _SECONDS * gpu)
+        part.add(decoder_name, f"{name}_rate", *frame_rates)
         if "GPU" in decoder_name and watch.samples.get("dec"):
             part.add(decoder_name, f"{name}_dec", *watch.samples["dec"])
         if not all(bool((one.cpu() == frames).all()) for one in _at_once(decoder, request, count)):
@@ -154,7 +154,7 @@ def _compare(part: PartResult, decoder: str, name: str, frames: Any, reference: 
         part.fail(decoder, f"{name}: pixels are off by up to {int(difference.max())}, {often:.2%} by more than one")
 
 
-def _one(decoder: Any, request: Any) -> Any:
+def _decode_one(decoder: Any, request: Any) -> Any:
     return _frames(decoder.decode([request])[0]).cpu()
 
 
@@ -169,10 +169,10 @@ def _at_once(decoder: Any, request: Any, count: int) -> list[Any]:
         return [frames for share in pool.map(some, (requests[at::4] for at in range(4))) for frames in share]
 
 
-def _frames(found: Any) -> Any:
-    if isinstance(found, Exception):
-        raise found
-    return found.frames
+def _frames(decoded: Any) -> Any:
+    if isinstance(decoded, Exception):
+        raise decoded
+    return decoded.frames
 
 
 def _many(decoder: Any, request: Any, count: int) -> float:
@@ -266,19 +266,19 @@ class _Rates(ctypes.Structure):
 
 def read_utilization(library: Any, card: ctypes.c_void_p) -> dict[str, float]:
     """Return the utilisation of decoders, multiprocessors and memory in per cent, as far as the card reports it."""
-    found: dict[str, float] = {}
+    utilization: dict[str, float] = {}
     busy, period, rates = ctypes.c_uint(), ctypes.c_uint(), _Rates()
     if not library.nvmlDeviceGetDecoderUtilization(card, ctypes.byref(busy), ctypes.byref(period)):
-        found["dec"] = float(busy.value)
+        utilization["dec"] = float(busy.value)
     if not library.nvmlDeviceGetUtilizationRates(card, ctypes.byref(rates)):
-        found |= {"sm": float(rates.gpu), "mem": float(rates.memory)}
-    return found
+        utilization |= {"sm": float(rates.gpu), "mem": float(rates.memory)}
+    return utilization
 
 
 def parse_dmon(text: str) -> dict[str, list[float]]:
     """Return the columns of `nvidia-smi dmon` by name, without "-" and other values that are not numbers."""
     names: list[str] = []
-    found: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     for line in text.splitlines():
         if line.startswith("#"):
             words = line.lstrip("# ").split()
@@ -286,10 +286,10 @@ def parse_dmon(text: str) -> dict[str, list[float]]:
             continue
         for name, value in zip(names, line.split(), strict=False):
             try:
-                found.setdefault(name, []).append(float(value))
+                columns.setdefault(name, []).append(float(value))
             except ValueError:
                 continue
-    return found
+    return columns
 
 
 # --- feed
@@ -402,14 +402,14 @@ class _Model:
         for _ in range(3):
             self.step(video)
         self.sync()
-        found = []
+        seconds = []
         for _ in range(5):
             began = time.perf_counter()
             for _ in range(max(1, steps // 5)):
                 self.step(video)
             self.sync()
-            found.append((time.perf_counter() - began) / max(1, steps // 5))
-        return found
+            seconds.append((time.perf_counter() - began) / max(1, steps // 5))
+        return seconds
 
 
 def _loop(url: str, model: _Model | None, steps: int, gpu: bool, decoder: Any) -> float:

@@ -130,10 +130,10 @@ class Recordings:
 
     def described(self, files: int) -> str:
         """Return one line that describes an epoch."""
-        what = f"log-mel {self.n_mels} of windows" if self.n_mels else "windows"
+        output = f"log-mel {self.n_mels} of windows" if self.n_mels else "windows"
         forms = ", ".join(f"{form.ext} {form.rate / 1000:g} kHz" for form in self.forms)
         recordings = f"{files} recordings of {self.shortest} to {self.longest} s ({forms})"
-        return f"{files * self.per_file} {what} of {self.window} s of {recordings}, at {RATE // 1000} kHz, mono"
+        return f"{files * self.per_file} {output} of {self.window} s of {recordings}, at {RATE // 1000} kHz, mono"
 
     def write(self, folder: Path, count: int, progress: Progress) -> None:
         """Write `count` recordings. Of short recordings only the first `DISTINCT` are encoded."""
@@ -261,10 +261,10 @@ def soundfile(source: Any, kind: Recordings) -> torch.Tensor:
     with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
         for start in _starts(len(file) / file.samplerate, kind):
             file.seek(int(start * file.samplerate))
-            found = file.read(kind.window * file.samplerate, dtype="float32", always_2d=True).mean(axis=1)
+            samples = file.read(kind.window * file.samplerate, dtype="float32", always_2d=True).mean(axis=1)
             if file.samplerate != RATE:
-                found = importlib.import_module("soxr").resample(found, file.samplerate, RATE)
-            windows.append(torch.from_numpy(found)[None])
+                samples = importlib.import_module("soxr").resample(samples, file.samplerate, RATE)
+            windows.append(torch.from_numpy(samples)[None])
     return _finished(windows, kind)
 
 
@@ -291,15 +291,15 @@ def _pyav(container: Any, stream: Any, start: float, seconds: int) -> torch.Tens
 
     resampler = av.AudioResampler(format="fltp", layout="mono", rate=RATE)
     container.seek(int(start * 1e6))
-    parts, first, there = list[torch.Tensor](), 0, 0
+    parts, first, decoded_samples = list[torch.Tensor](), 0, 0
     for frame in container.decode(stream):
         if frame.time + frame.samples / frame.sample_rate <= start:
             continue
         if not parts:
             first = max(0, round((start - frame.time) * RATE))
         parts += [torch.from_numpy(part.to_ndarray()) for part in resampler.resample(frame)]
-        there += parts[-1].shape[1] if parts else 0
-        if there >= first + seconds * RATE:
+        decoded_samples += parts[-1].shape[1] if parts else 0
+        if decoded_samples >= first + seconds * RATE:
             break
     return torch.cat(parts, 1)[:, first:] if parts else torch.zeros(1, 0)
 
@@ -327,8 +327,8 @@ def _packets(io_: Any, demuxer: Any, source: Any, span: tuple[Fraction, Fraction
     try:
         return demuxer.demux_audio(span)
     except RuntimeError:
-        with io_.Demuxer(source) as again:
-            return again.demux_audio()
+        with io_.Demuxer(source) as fresh_demuxer:
+            return fresh_demuxer.demux_audio()
 
 
 def _starts(seconds: float, kind: Recordings) -> Sequence[float]:
@@ -337,9 +337,9 @@ def _starts(seconds: float, kind: Recordings) -> Sequence[float]:
 
 def _finished(windows: Sequence[torch.Tensor], kind: Recordings) -> torch.Tensor:
     """Cut or pad the windows to the exact length, and compute spectrograms if `kind` has mels."""
-    wanted = kind.window * RATE
+    length = kind.window * RATE
     sound = torch.stack(
-        [torch.nn.functional.pad(one[:, :wanted], (0, max(0, wanted - one.shape[1]))) for one in windows]
+        [torch.nn.functional.pad(one[:, :length], (0, max(0, length - one.shape[1]))) for one in windows]
     )
     return _mels(sound, kind.n_mels) if kind.n_mels else sound
 
@@ -397,17 +397,17 @@ def _decoder_only(source: Source, kind: Recordings) -> Iterator[torch.Tensor]:
 
     spec, window = AudioSpec(RATE, seconds=kind.window), Window(kind.window, per_sample=kind.per_file)
 
-    def one(sample: Sample, bytes_: memoryview) -> torch.Tensor:
-        found, info, pieces = list[torch.Tensor](), sample.audio, sample.members[0].pieces
+    def decode_sample(sample: Sample, bytes_: memoryview) -> torch.Tensor:
+        sounds, info, pieces = list[torch.Tensor](), sample.audio, sample.members[0].pieces
         assert info is not None
         data = _Marked(bytes_, pieces.marks) if pieces is not None and pieces.marks else bytes_
         for number in range(kind.per_file):
             start = begin(info, window, SampleRef(0, sample.id, sample, number))
             sound, _ = decode_audio(data, info, start, spec, spec.samples(), True)
-            found.append(torch.from_numpy(sound))
-        return torch.stack([log_mel(sound, RATE, LogMel(kind.n_mels)) for sound in found] if kind.n_mels else found)
+            sounds.append(torch.from_numpy(sound))
+        return torch.stack([log_mel(sound, RATE, LogMel(kind.n_mels)) for sound in sounds] if kind.n_mels else sounds)
 
-    return loaders.decoder_only(one, source, kind)
+    return loaders.decoder_only(decode_sample, source, kind)
 
 
 def _spdl_named(named: tuple[str, bytes | str], kind: Recordings) -> torch.Tensor:

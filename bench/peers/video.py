@@ -379,11 +379,11 @@ def decode_only(source: Source, kind: Any, clip: Any, size: int, color: Any = "b
 
     decoder, fit = PyAVDecoder(), Fit((size, size))
 
-    def one(sample: Sample, data: memoryview) -> torch.Tensor:
+    def decode_sample(sample: Sample, data: memoryview) -> torch.Tensor:
         assert sample.video is not None
-        wanted = [choose(sample.video, clip, 0, 0, sample.id, number) for number in range(kind.per_file)]
-        found = decoder.decode([Request(data, sample.video, frames, color, fit) for frames in wanted])
-        assert all(isinstance(decoded, Decoded) for decoded in found), found
-        return torch.stack([decoded.frames for decoded in found if isinstance(decoded, Decoded)])
+        clips = [choose(sample.video, clip, 0, 0, sample.id, number) for number in range(kind.per_file)]
+        results = decoder.decode([Request(data, sample.video, frames, color, fit) for frames in clips])
+        assert all(isinstance(decoded, Decoded) for decoded in results), results
+        return torch.stack([decoded.frames for decoded in results if isinstance(decoded, Decoded)])
 
-    return loaders.decoder_only(one, source, kind)
+    return loaders.decoder_only(decode_sample, source, kind)

@@ -85,8 +85,10 @@ def raw(job: Job, part: Part) -> None:
     )
     part.settings = {"samples": job.args.samples, "batch": BATCH, "epochs": EPOCHS, "threads": 1}
     part.metrics, part.against = METRICS, PLAIN
-    wanted = [Candidate(name, "headrace.bench.workloads.raw:measure", (name, str(job.scratch))) for name in CANDIDATES]
-    alternate(wanted, job.rounds, job.progress, part.candidates)
+    candidates = [
+        Candidate(name, "headrace.bench.workloads.raw:measure", (name, str(job.scratch))) for name in CANDIDATES
+    ]
+    alternate(candidates, job.rounds, job.progress, part.candidates)
     require_equal_digests(part)
 
 
@@ -125,9 +127,9 @@ def _order(dataset: Dataset, epoch: int) -> Iterator[list[Files]]:
     batches = order.full_batches + bool(order.tail)
     for first in range(0, batches, AT_ONCE):
         slots = [order.slots(number) for number in range(first, min(first + AT_ONCE, batches))]
-        found = iter(dataset.files(order.take(epoch, np.concatenate(slots)).tolist()))
+        files = iter(dataset.files(order.take(epoch, np.concatenate(slots)).tolist()))
         for batch in slots:
-            yield list(itertools.islice(found, len(batch)))
+            yield list(itertools.islice(files, len(batch)))
 
 
 def _plain(
@@ -144,7 +146,7 @@ def _plain(
         epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
     shards = {sample.shard for batch in epochs[0] for sample in batch}
     opened = {key: stack.enter_context(_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
-    known = [
+    reads = [
         [[(opened[s.shard], m.offset, m.length, m.xxh3) for s in batch for m in s.members] for batch in batches]
         for batches in epochs
     ]
@@ -166,7 +168,7 @@ def _plain(
         return at
 
     read = _reading(fill_and_check if check else fill, lambda wanted: wanted[2], staging, stack, threads, buffers)
-    return lambda epoch: read(known[epoch])
+    return lambda epoch: read(reads[epoch])
 
 
 def _path(folder: Path, key: str) -> Path:
@@ -222,9 +224,9 @@ def _reading(
 
     def begin(batch: Sequence[T], buffer: memoryview) -> Callable[[], memoryview]:
         """Let all threads fill the batch, and return a function that waits for the batch and returns it."""
-        each, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
-        for first in range(0, len(batch), each):
-            part = batch[first : first + each]
+        share, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
+        for first in range(0, len(batch), share):
+            part = batch[first : first + share]
             parts.append(pool.submit(fill, part, buffer[at:]))
             at += sum(map(size, part))
         return lambda: buffer[: sum(part.result() for part in parts)]

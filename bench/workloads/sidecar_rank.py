@@ -177,8 +177,8 @@ def run_ranks(
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        found = [_figures(process) for process in processes]
-        return time.perf_counter() - began, found
+        figures = [_figures(process) for process in processes]
+        return time.perf_counter() - began, figures
     finally:
         for process in processes:
             process.kill()

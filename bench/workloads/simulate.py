@@ -164,15 +164,15 @@ def amplification(
     everywhere = batch * gpus
     order = Order.of(max(_SAMPLES, 2 * everywhere), everywhere, sample_bytes=sample_bytes)
     batches = np.arange(order.full_batches, dtype=np.int64)[:, None] * everywhere
-    fetched = needed = 0.0
+    fetched = needed_bytes = 0.0
     nodes = max(1, math.ceil(gpus / gpus_a_node))
     for node in {0, nodes // 2}:
         ranks = range(node * gpus_a_node, min(gpus, (node + 1) * gpus_a_node))
-        own = [order.take(0, (batches + order.slots(0, rank, gpus)).ravel()) for rank in ranks]
-        readers = [np.concatenate(own)] if shared else own
+        samples_of_ranks = [order.take(0, (batches + order.slots(0, rank, gpus)).ravel()) for rank in ranks]
+        readers = [np.concatenate(samples_of_ranks)] if shared else samples_of_ranks
         fetched += block_bytes * sum(_blocks(samples, sample_bytes, block_bytes) for samples in readers)
-        needed += sample_bytes * sum(samples.size for samples in own)
-    return fetched / needed
+        needed_bytes += sample_bytes * sum(samples.size for samples in samples_of_ranks)
+    return fetched / needed_bytes
 
 
 def _blocks(samples: npt.NDArray[np.int64], sample_bytes: float, block_bytes: float) -> int:
@@ -205,8 +205,8 @@ def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
     stall = job.state_bytes / cluster.gpus / (cluster.d2h_rate * job.stage_efficiency)
     # The tier holds the node's own bytes and those of its buddy, in case the buddy is lost.
     # A save counts after both writes.
-    kept = max(2 * written / cluster.tier_write, written / cluster.nic_rate)
-    durable = min(kept, upload) if features.tier else upload
+    tier_seconds = max(2 * written / cluster.tier_write, written / cluster.nic_rate)
+    durable = min(tier_seconds, upload) if features.tier else upload
     # All nodes wait for the slowest: a new node, which reads its bytes from its buddy.
     from_buddy, from_store = node_state / min(cluster.tier_read, cluster.nic_rate), node_state / read
     return Costs(
@@ -264,12 +264,12 @@ class Outcome:
         return self.useful / self.wall
 
 
-def simulate_job(cluster: Cluster, known: Costs, interval: float, *, wall: float, seed: int) -> Outcome:
+def simulate_job(cluster: Cluster, job_costs: Costs, interval: float, *, wall: float, seed: int) -> Outcome:
     """Run the job for `wall` seconds, with a checkpoint after every `interval` seconds of computing."""
     if interval <= 0:
         raise ValueError("the interval between checkpoints is a positive number of seconds")
     rng, out = random.Random(seed), Outcome()
-    run = _Run(cluster=cluster, known=known, interval=interval, rng=rng, out=out)
+    run = _Run(cluster=cluster, job_costs=job_costs, interval=interval, rng=rng, out=out)
     while out.wall < wall:
         run.life(wall)
     return out
@@ -278,68 +278,74 @@ def simulate_job(cluster: Cluster, known: Costs, interval: float, *, wall: float
 class _Run:
     """Simulates the job from a start to its next interruption."""
 
-    def __init__(self, *, cluster: Cluster, known: Costs, interval: float, rng: random.Random, out: Outcome) -> None:
-        self._cluster, self._known, self._interval, self._rng, self._out = cluster, known, interval, rng, out
+    def __init__(
+        self, *, cluster: Cluster, job_costs: Costs, interval: float, rng: random.Random, out: Outcome
+    ) -> None:
+        self._cluster, self._costs, self._interval, self._rng, self._out = cluster, job_costs, interval, rng, out
 
     def life(self, wall: float) -> None:
         """Compute and save in cycles until the interruption or the end of the run."""
-        out, known = self._out, self._known
-        left = min(self._rng.expovariate(1 / known.mtbf), wall - out.wall)
-        interrupted = left < wall - out.wall
-        kept, held, clock, durable_at = 0.0, 0.0, 0.0, 0.0
+        out, job_costs = self._out, self._costs
+        time_left = min(self._rng.expovariate(1 / job_costs.mtbf), wall - out.wall)
+        interrupted = time_left < wall - out.wall
+        durable_work, work_in_save, clock, durable_at = 0.0, 0.0, 0.0, 0.0
         # The last save must be in the store before the next one begins.
-        cycle = max(self._interval, known.durable - known.stall, known.upload)
+        cycle = max(self._interval, job_costs.durable - job_costs.stall, job_costs.upload)
         while True:
-            slowed = min(known.slow_down, cycle)
-            taken = cycle / (1 - known.data_stall) + slowed
-            if clock + taken > left:
-                self._interrupt(left - clock, kept, held, durable_at <= left, interrupted)
+            slowed = min(job_costs.slow_down, cycle)
+            cycle_time = cycle / (1 - job_costs.data_stall) + slowed
+            if clock + cycle_time > time_left:
+                self._interrupt(time_left - clock, durable_work, work_in_save, durable_at <= time_left, interrupted)
                 return
-            clock += taken
-            out.waiting += taken - slowed - cycle
+            clock += cycle_time
+            out.waiting += cycle_time - slowed - cycle
             out.slowed += slowed
-            kept, held = kept + held, cycle
-            if clock + known.stall > left:
-                out.stalled += left - clock
-                self._lose(kept, held, staged=False, interrupted=interrupted)
+            durable_work, work_in_save = durable_work + work_in_save, cycle
+            if clock + job_costs.stall > time_left:
+                out.stalled += time_left - clock
+                self._lose(durable_work, work_in_save, staged=False, interrupted=interrupted)
                 return
-            clock += known.stall
-            out.stalled += known.stall
+            clock += job_costs.stall
+            out.stalled += job_costs.stall
             out.saves += 1
-            durable_at = clock + known.durable - known.stall
+            durable_at = clock + job_costs.durable - job_costs.stall
 
-    def _interrupt(self, partial: float, kept: float, held: float, durable: bool, interrupted: bool) -> None:
+    def _interrupt(
+        self, partial: float, durable_work: float, work_in_save: float, durable: bool, interrupted: bool
+    ) -> None:
         """End this part of the run while the job computes.
 
         An interruption loses the work since the last save, and the last save too if it does not survive.
         """
-        out, known = self._out, self._known
-        work = partial * (1 - known.data_stall)
+        out, job_costs = self._out, self._costs
+        work = partial * (1 - job_costs.data_stall)
         out.waiting += partial - work
         if interrupted:
             out.lost += work
         else:
             out.useful += work
-        self._lose(kept, held, staged=True, interrupted=interrupted, durable=durable)
+        self._lose(durable_work, work_in_save, staged=True, interrupted=interrupted, durable=durable)
 
-    def _lose(self, kept: float, held: float, *, staged: bool, interrupted: bool, durable: bool = False) -> None:
-        """Count the kept and the lost work. `held` is the work in the last save, which may not be durable yet."""
-        out, known, cluster = self._out, self._known, self._cluster
+    def _lose(
+        self, durable_work: float, work_in_save: float, *, staged: bool, interrupted: bool, durable: bool = False
+    ) -> None:
+        """Count the kept and the lost work. The save of `work_in_save` may not be durable yet."""
+        out, job_costs, cluster = self._out, self._costs, self._cluster
         survives = not interrupted or durable
         if interrupted:
             out.interruptions += 1
             hardware = self._rng.random() < cluster.hardware_share
-            survives = survives or (staged and known.soft_survives and not hardware)
-            out.down += cluster.restart_seconds + known.restore
-        out.useful += kept + (held if survives else 0.0)
-        out.lost += 0.0 if survives else held
+            survives = survives or (staged and job_costs.soft_survives and not hardware)
+            out.down += cluster.restart_seconds + job_costs.restore
+        out.useful += durable_work + (work_in_save if survives else 0.0)
+        out.lost += 0.0 if survives else work_in_save
 
 
-def best_interval(cluster: Cluster, known: Costs, *, wall: float, seeds: range) -> tuple[float, list[float]]:
+def best_interval(cluster: Cluster, job_costs: Costs, *, wall: float, seeds: range) -> tuple[float, list[float]]:
     """Try intervals around Daly's. Return the one with the highest mean goodput, and its goodput for each seed."""
-    start = max(daly(known.stall + known.slow_down, known.mtbf), 1.0)
+    start = max(daly(job_costs.stall + job_costs.slow_down, job_costs.mtbf), 1.0)
     tried = {
-        interval: [simulate_job(cluster, known, interval, wall=wall, seed=seed).goodput for seed in seeds]
+        interval: [simulate_job(cluster, job_costs, interval, wall=wall, seed=seed).goodput for seed in seeds]
         for interval in (start * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0))
     }
     best = max(tried, key=lambda interval: sum(tried[interval]))
@@ -379,8 +385,8 @@ def show(part: Part) -> str:
     for gpus in sorted({int(metric.axes["gpus"]) for metric in part.metrics.values()}):
         titles = " | ".join(f"{title}, {unit}" for title, unit, _ in _QUANTITIES.values())
         lines += [f"### {gpus:,} GPUs", "", f"| | {titles} |", "|---|" + "---|" * len(_QUANTITIES)]
-        for name, found in part.candidates.items():
-            medians = [found.metrics.get(f"{quantity}_{gpus}") for quantity in _QUANTITIES]
+        for name, candidate in part.candidates.items():
+            medians = [candidate.metrics.get(f"{quantity}_{gpus}") for quantity in _QUANTITIES]
             cells = " | ".join(short(statistics.median(values)) if values else "–" for values in medians)
             lines.append(f"| {name} | {cells} |")
         lines.append("")
@@ -419,11 +425,11 @@ def simulate(job: command.Job, part: Part) -> None:
         for gpus in sizes
     }
     for number, features in enumerate(VARIANTS):
-        found = part.candidates.setdefault(features.name, Samples())
+        candidate = part.candidates.setdefault(features.name, Samples())
         for gpus in sizes:
             job.progress(f"{features.name}, {gpus} GPUs", number / len(VARIANTS))
             values = quantities(replace(cluster, gpus=gpus), work, features, range(job.rounds))
-            found.metrics |= {f"{name}_{gpus}": samples for name, samples in values.items()}
+            candidate.metrics |= {f"{name}_{gpus}": samples for name, samples in values.items()}
 
 
 def control_plane(job: command.Job, part: Part) -> None:
@@ -442,36 +448,36 @@ def control_plane(job: command.Job, part: Part) -> None:
     part.title = f"Control plane of {ranks:,} ranks, {job.args.latency_ms:g} ms to the store"
     part.metrics = dict(METRICS)
     part.settings = {"ranks": ranks, "latency_ms": job.args.latency_ms}
-    found = figures(ranks, latency, job.progress)
-    part.settings |= {"extrapolated": bool(found.laws), "laws": found.laws}
-    part.candidates["headrace"] = Samples({name: [value] for name, value in found.values.items()})
+    computed = figures(ranks, latency, job.progress)
+    part.settings |= {"extrapolated": bool(computed.laws), "laws": computed.laws}
+    part.candidates["headrace"] = Samples({name: [value] for name, value in computed.values.items()})
     part.notes = [
-        f"{name} is extrapolated: {law['law']}, from {law['sizes']} ranks" for name, law in found.laws.items()
+        f"{name} is extrapolated: {law['law']}, from {law['sizes']} ranks" for name, law in computed.laws.items()
     ]
 
 
 def quantities(cluster: Cluster, work: Job, features: Features, seeds: range) -> dict[str, list[float]]:
     """Return every quantity of one cluster, with one goodput for each seed."""
-    known = costs(cluster, work, features)
-    wall = max(30 * _DAY, 20 * known.mtbf)
-    best, goodput = best_interval(cluster, known, wall=wall, seeds=seeds)
-    cost = known.stall + known.slow_down
+    job_costs = costs(cluster, work, features)
+    wall = max(30 * _DAY, 20 * job_costs.mtbf)
+    best, goodput = best_interval(cluster, job_costs, wall=wall, seeds=seeds)
+    cost = job_costs.stall + job_costs.slow_down
     return {
-        "amplification": [known.amplification],
-        "data_stall": [100 * known.data_stall],
-        "stall": [known.stall],
-        "durable": [known.durable],
-        "restore": [known.restore],
-        "young": [young(cost, known.mtbf)],
-        "daly": [daly(cost, known.mtbf)],
+        "amplification": [job_costs.amplification],
+        "data_stall": [100 * job_costs.data_stall],
+        "stall": [job_costs.stall],
+        "durable": [job_costs.durable],
+        "restore": [job_costs.restore],
+        "young": [young(cost, job_costs.mtbf)],
+        "daly": [daly(cost, job_costs.mtbf)],
         "best": [best],
         "goodput": [100 * share for share in goodput],
     }
 
 
-def _settings(given: Sequence[str]) -> tuple[Cluster, Job]:
+def _settings(assignments: Sequence[str]) -> tuple[Cluster, Job]:
     values: dict[str, float] = {}
-    for text in given:
+    for text in assignments:
         name, _, value = text.partition("=")
         if name not in _names():
             raise UsageError(f"no setting {name!r}", hint=f"there are {', '.join(_names())}")
