@@ -79,11 +79,11 @@ LEAST_SECONDS = 5
 SHOWS: dict[str, tuple[str, str]] = {
     "probe": ("checks:probe", "the machine: card, PCIe link, driver, versions, what torch, DALI and cuFile see"),
     "nvdec": (
-        "loading:nvdec",
+        "nvdec:nvdec",
         "NVDEC by DALI for h264, hevc, vp9, av1: pixels compared with the CPU's, frames/s, decoder utilisation",
     ),
     "feed": (
-        "loading:feed",
+        "feed:feed",
         "loader to device tensors, copied during a real training step: batches/s, idle share of the device",
     ),
     "staging": (

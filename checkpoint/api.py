@@ -25,7 +25,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import direct_for
 from headrace.checkpoint.gds.saving import RING_BYTES
-from headrace.checkpoint.handle import Handle, Name, Saves
+from headrace.checkpoint.handle import Handle, Name
 from headrace.checkpoint.lineage import Lineage
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
@@ -34,6 +34,7 @@ from headrace.checkpoint.repository.collect import Retention
 from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.restoring.restorer import Restorer
 from headrace.checkpoint.saver import Options, Saver
+from headrace.checkpoint.saves import Saves
 from headrace.checkpoint.saving.executor import SaveExecutor
 from headrace.checkpoint.saving.slices import check_limit
 from headrace.checkpoint.state.fit import Selection, matching

@@ -25,7 +25,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.saving import DeviceSlices
-from headrace.checkpoint.handle import Handle, Name, SaveResult, Saves
+from headrace.checkpoint.handle import Handle, Name, SaveResult
 from headrace.checkpoint.lineage import Lineage, Ticket
 from headrace.checkpoint.peers import PeerProbe, Peers, card
 from headrace.checkpoint.ranks import Ranks
@@ -33,6 +33,7 @@ from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.collect import Retention
 from headrace.checkpoint.repository.commit import Attempt, FinalError
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE
+from headrace.checkpoint.saves import Saves
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.arena import Arena, Staging
 from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tensors, optimizers_in

@@ -1,7 +1,8 @@
 """`headrace bench simulate --control-plane`: what a large job spends on plans, commits and restores.
 
-The figures come from the real code of all ranks in virtual time (`plan`, `commit`, `restore`), or, for CPU and memory of a
-restore, from the real code of one rank of a job of that size (`one_rank`). `steps` measures a repository of many steps.
+Most figures come from the real code of all ranks in virtual time (`plan`, `commit`, `restore`). CPU and memory of a
+restore come from the real code of one rank of a job of that size (`one_rank`). `steps` measures a repository of many
+steps.
 A job that is too large for one process is extrapolated: three smaller jobs are measured, and a line is fitted to them.
 Each job runs in a process of its own, so that its peak memory is known.
 

@@ -1,7 +1,11 @@
 """The actions that `headrace.bench.control_plane.repository` measures. Each runs in its own process.
 
-Every function returns the duration of the action in seconds (without the start of the process), the peak memory of the
-process, the number of requests to the store in total and by operation, and a list of errors.
+Every function returns:
+
+- the duration of the action in seconds, without the start of the process;
+- the peak memory of the process;
+- the number of requests to the store, in total and by operation;
+- a list of errors.
 
 Invariant: the calls of the back end are counted, so retries count, too. A listing counts one request for each 1,000
 names that the caller reads, and a deletion one for each 1,000 keys, as S3 pages them. With SeaweedFS the client sends

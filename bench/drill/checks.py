@@ -200,7 +200,7 @@ def decoders_do_not_accumulate(part: PartResult, name: str) -> None:
     """DALI keeps up to a hundred decoders for reuse. It must also reuse those of 1080p, whose coded height is 1088."""
     import torch
 
-    from headrace.bench.drill.loading import make, request_for
+    from headrace.bench.drill.nvdec import make, request_for
     from headrace.loaders.decode.dali import DaliDecoder
 
     with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
@@ -223,7 +223,7 @@ def decode_streams_not_given_to_dali(part: PartResult, name: str) -> None:
 
     If DALI decodes the frames correctly, the rule is too strict.
     """
-    from headrace.bench.drill.loading import make, request_for
+    from headrace.bench.drill.nvdec import make, request_for
     from headrace.loaders.decode.dali import DaliDecoder
     from headrace.loaders.decode.pyav import PyAVDecoder
 

@@ -36,7 +36,8 @@ from accelerate.utils import DistributedType
 
 from headrace.checkpoint.api import Checkpointer
 from headrace.checkpoint.dcp.writer import step_of
-from headrace.checkpoint.frameworks.naming import Names, move_folder
+from headrace.checkpoint.frameworks.name_files import move_folder
+from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.rng import RNG
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import UnsupportedError

@@ -35,7 +35,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core import saving as pl_saving
 
 from headrace.checkpoint.api import Checkpointer
-from headrace.checkpoint.frameworks.naming import MAX_BYTES, Names, Record, read_name, write_file
+from headrace.checkpoint.frameworks.name_files import MAX_BYTES, Record, read_name, write_file
+from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.repository.steps import MissingStepError
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.tensors import memory_of

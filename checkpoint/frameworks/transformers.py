@@ -36,7 +36,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
 from headrace.checkpoint.api import Checkpointer
-from headrace.checkpoint.frameworks.naming import Names, move_folder
+from headrace.checkpoint.frameworks.name_files import move_folder
+from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.repository.steps import MissingStepError
 from headrace.checkpoint.rng import RNG
 from headrace.dataio.core.crashpoints import declare

@@ -221,7 +221,7 @@ class Reader:
             self._settled.pop(step, None)
 
     def confirm(self, inventory: Inventory, steps: Iterable[StepOfRun]) -> set[StepOfRun]:
-        """Read the COMMITs of those of the steps again that this reader has kept; return the steps that are removed.
+        """Read the COMMITs of settled steps again; return the steps that are removed.
 
         Another collection may have removed them. In `inventory`, their tombstones are new.
         """

@@ -2,8 +2,8 @@
 
 Invariant: manifests and packs are not read, so the cost depends on the number of steps and not on the number of ranks.
 Decisions of older versions lack totals; the manifests of those steps are read. A survey writes the missing COMMIT of a
-complete attempt and changes nothing else. To find out whether a lease has expired, it writes a lease of its own, reads
-its time of modification, which is the time by the store's clock, and deletes it.
+complete attempt. To find out whether a lease has expired, it writes a lease of its own and deletes it again. Its time of
+modification is the time by the store's clock. A survey changes nothing else.
 Failure behaviour: damage is put into the report. Transient errors and refused access are raised. Without write access,
 leases are compared with this machine's clock.
 """

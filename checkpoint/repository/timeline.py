@@ -3,9 +3,9 @@
 A save opens a timeline when a trainer starts on the run, and when the trainer begins a branch.
 
 Invariant: a new timeline has a higher number than all others, and one writer opens it (`put_if_absent`). A timeline
-stops the writers of older ones at once. It hides steps of older timelines only after one of its own steps was decided,
-because a store may apply the request that opens a timeline long after the writer gave up. Readers follow the newest
-timeline that has a decided step. The latest step is the newest committed step of that timeline. If there is none, the
+stops the writers of older ones at once. It hides steps of older timelines only after one of its own steps was decided.
+The reason is that a store may open a timeline long after the writer gave up. Readers follow the newest timeline that has
+a decided step. The latest step is the newest committed step of that timeline. If there is none, the
 latest step is the newest step of the parent, up to the step where the child branched off, and so on. A parent is
 always older than its child. Numbers have no gaps and documents are never removed. So if a timeline has objects but no
 document, the document was lost.

@@ -181,7 +181,7 @@ def _choose_timeline(store: Store, run: str, step: int, state: WriterState) -> _
     if latest is None:
         return _Choice(head.timeline if is_own and restored is None else 0, following, restored, restored)
     if not is_own and state.was_latest and restored is not None and not _is_in(branch, restored):
-        return _Choice(0, following, restored, restored)  # another trainer went back before the restored step meanwhile
+        return _Choice(0, following, restored, restored)  # another trainer has gone back before this step
     if step > latest.step:
         return _Choice(head.timeline if is_own else 0, following, latest, latest)
     if is_own and restored is None:

@@ -10,7 +10,7 @@ A directory counts as the node's own only if the kernel reports a file system fo
 
 Invariants:
 
-- Those of `chunk_reader.read` hold. The digest of a chunk that another rank sent is checked again.
+- The invariants of `chunk_reader.read`. The digest of a chunk that another rank sent is checked again.
 - Every rank takes part in every exchange, even a rank that has failed. So no rank waits for a rank that raised.
 - Each rank learns only about the chunks that it needs itself (`headrace.checkpoint.restoring.chunk_homes`).
 - All ranks of a node, and no others, have the same `node_id`.

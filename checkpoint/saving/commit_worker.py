@@ -229,8 +229,8 @@ def result_of(
 ) -> dict[str, object]:
     """The report of a committed save, from the rank's manifest in the store.
 
-    `manifest`: the manifest that this worker built. If a policy has already removed the step, or if the store is unreachable,
-    the report is made from it, and does not name the manifest, because another worker's manifest may count.
+    `manifest`: the manifest that this worker built. The report is made from it if a policy has already removed the step,
+    or if the store is unreachable. It then does not name the manifest, because another worker's manifest may count.
     """
     key = attempt.manifest_key(rank)
     try:

@@ -2,8 +2,7 @@
 
 The saver reads only the manifests of the base steps. If the ranks divided the work in the same way for the base, a rank
 reads only its own manifest. Otherwise, it reads the manifests of all ranks. If the process committed the base itself, it
-knows the digest of its rank's manifest, and perhaps has the encoded manifest. So it reads neither the decision nor a
-group.
+knows the digest of its rank's manifest, and perhaps has the encoded manifest. It then reads no decision and no group.
 Invariants:
 
 * A chunk is left out only if the base is committed and no collector is about to remove it. The lease must name the base

@@ -12,8 +12,9 @@ import torch
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.handle import Handle, SaveResult, Saves, warn_of_python
+from headrace.checkpoint.handle import Handle, SaveResult
 from headrace.checkpoint.lineage import Lineage
+from headrace.checkpoint.saves import Saves, warn_of_python
 from headrace.dataio.core import log
 from headrace.dataio.core.errors import AccessDeniedError, TransientError
 from headrace.dataio.store.open import open_store
