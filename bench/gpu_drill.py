@@ -181,7 +181,7 @@ def _drill(args: argparse.Namespace) -> int:
     for name in names:
         remaining = args.budget - (time.monotonic() - began)
         if lacking := [package for package in NEEDS[name] if package in absent]:
-            results[name] = _lacking(name, args, lacking)
+            results[name] = _skipped_part(name, args, lacking)
         else:
             uses = [package for package in USES.get(name, ()) if package not in absent]
             results[name] = _part(name, args, environ, min(args.limit, SECONDS[name], remaining), uses)
@@ -209,7 +209,7 @@ def _absent(environ: dict[str, str]) -> list[str]:
     return done.stdout.split()
 
 
-def _lacking(name: str, args: argparse.Namespace, lacking: Sequence[str]) -> dict[str, Any]:
+def _skipped_part(name: str, args: argparse.Namespace, lacking: Sequence[str]) -> dict[str, Any]:
     """Return the result of a part that lacks packages. Its earlier measurements with them stay."""
     earlier = _read(args.out / "parts" / f"{name}.json")
     if earlier and earlier.get("status") == "done":

@@ -150,7 +150,7 @@ class Handle:
         if not self.done:
             self.copied(timeout)
         if not self._staged.wait(timeout):
-            raise self._late("staged", timeout)
+            raise self._timeout_error("staged", timeout)
 
     def result(self, timeout: float | None = None) -> SaveResult:
         """Wait for the commit.
@@ -168,7 +168,7 @@ class Handle:
         """
         self._require_own()
         if not self._done.wait(timeout):
-            raise self._late("committed", timeout)
+            raise self._timeout_error("committed", timeout)
         if self._error is not None:
             self.fetched = True
             raise self._error
@@ -239,7 +239,7 @@ class Handle:
         """Drop the copy, which holds the arena."""
         self._wait_seconds, self._copy = self.wait_seconds, None
 
-    def _late(self, expected: str, timeout: float | None) -> DeadlineError:
+    def _timeout_error(self, expected: str, timeout: float | None) -> DeadlineError:
         return DeadlineError(
             f"step {self.step} is not {expected} after {timeout:g} s", hint="the save continues; wait again"
         )

@@ -89,12 +89,12 @@ def compare(a: Run, b: Run, *, any_machine: bool = False) -> Comparison:
         hint = "run both on one machine, or say --different-machines"
         raise MismatchError(f"the runs come from different machines ({'; '.join(machines)})", hint=hint)
     warnings = [f"DIFFERENT MACHINES: {text}" for text in machines]
-    warnings += [f"{name}: {a.environment.get(name)} / {b.environment.get(name)}" for name in _softer(a, b)]
+    warnings += [f"{name}: {a.environment.get(name)} / {b.environment.get(name)}" for name in _minor_differences(a, b)]
     pairs = list(_pairs(a, b, warnings))
-    return Comparison(_judged(pairs), warnings)
+    return Comparison(_judge(pairs), warnings)
 
 
-def _softer(a: Run, b: Run) -> list[str]:
+def _minor_differences(a: Run, b: Run) -> list[str]:
     names = ("kernel", "python", "file_system", "commit", "packages")
     return [name for name in names if a.environment.get(name) != b.environment.get(name)]
 
@@ -126,7 +126,7 @@ def _pairs(a: Run, b: Run, warnings: list[str]) -> Iterator[tuple[Part, str, str
                     yield part, candidate, metric, about, old[metric], new[metric]
 
 
-def _judged(pairs: list[tuple[Part, str, str, Metric, list[float], list[float]]]) -> list[Change]:
+def _judge(pairs: list[tuple[Part, str, str, Metric, list[float], list[float]]]) -> list[Change]:
     p_values = {
         str(place): mann_whitney(new, old)
         for place, (*_, old, new) in enumerate(pairs)

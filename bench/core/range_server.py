@@ -83,14 +83,14 @@ class RangeServer:
         path = urllib.parse.unquote(path).lstrip("/")
         query_values = dict(urllib.parse.parse_qsl(query))
         if method == "GET" and query_values.get("list-type") == "2":
-            await self._small(connection, 200, self._listing(path.strip("/"), query_values))
+            await self._respond(connection, 200, self._listing(path.strip("/"), query_values))
             return
         if path == "-/sent":
-            await self._small(connection, 200, str(self.sent))
+            await self._respond(connection, 200, str(self.sent))
             return
         file = self._root / path
         if method not in ("GET", "HEAD") or not file.is_file() or ".." in path.split("/"):
-            await self._small(connection, 404 if method in ("GET", "HEAD") else 400, "")
+            await self._respond(connection, 404 if method in ("GET", "HEAD") else 400, "")
             return
         await self._file(connection, file, headers.get("range", ""), body=method == "GET")
 
@@ -129,7 +129,7 @@ class RangeServer:
             a, _, b = byte_range[6:].partition("-")
             first, end = int(a), min(end, int(b) + 1 if b else end)
             if first >= end:
-                await self._small(connection, 416, "")
+                await self._respond(connection, 416, "")
                 return
         status = "206 Partial Content" if byte_range else "200 OK"
         span = f"Content-Range: bytes {first}-{end - 1}/{stat.st_size}\r\n" if byte_range else ""
@@ -156,7 +156,7 @@ class RangeServer:
         if self._free_at > now:
             await asyncio.sleep(self._free_at - now)
 
-    async def _small(self, connection: Connection, status: int, text: str) -> None:
+    async def _respond(self, connection: Connection, status: int, text: str) -> None:
         await connection.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
 
 

@@ -138,7 +138,7 @@ def restore(gpu: bool) -> PartResult:
             seconds = []
             for _ in range(3):
                 for tensor in trainer.model.parameters():
-                    _spoil(tensor)
+                    _overwrite(tensor)
                 if name == "cold":
                     _drop(Path(folder))
                 seconds.append(_restore_once(checkpointer, trainer))
@@ -155,7 +155,7 @@ def _restore_once(checkpointer: Checkpointer, trainer: Trainer) -> float:
     return time.perf_counter() - began
 
 
-def _spoil(tensor: torch.Tensor) -> None:
+def _overwrite(tensor: torch.Tensor) -> None:
     """Overwrite the tensor with zeros."""
     tensor.detach().fill_(0)
 

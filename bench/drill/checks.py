@@ -41,7 +41,7 @@ def run(gpu: bool) -> PartResult:
     part.metric("wrong", "wrong frames of streams that the loader does not give to DALI", "%")
     for check, packages in CHECKS.items():
         name = check.__name__.replace("_", " ")
-        lacking = [package for package in packages if not _here(package)]
+        lacking = [package for package in packages if not _is_installed(package)]
         if not gpu or lacking:
             part.notes.append(f"{name}: not checked, {'no GPU' if not gpu else 'missing: ' + ', '.join(lacking)}")
             continue
@@ -54,7 +54,7 @@ def run(gpu: bool) -> PartResult:
     return part
 
 
-def _here(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:
@@ -234,7 +234,7 @@ def decode_streams_not_given_to_dali(part: PartResult, name: str) -> None:
             make(path, encoder, 640, 368, options)
             request: Any = request_for(path)
             cpu: Any = PyAVDecoder().decode([request])[0]
-            with _unguarded():
+            with _without_nvdec_check():
                 gpu: Any = DaliDecoder(0).decode([request])[0]
             if isinstance(gpu, Exception):
                 part.notes.append(f"{kind}: DALI refuses it by itself: {gpu}")
@@ -244,7 +244,7 @@ def decode_streams_not_given_to_dali(part: PartResult, name: str) -> None:
 
 
 @contextmanager
-def _unguarded() -> Iterator[None]:
+def _without_nvdec_check() -> Iterator[None]:
     from headrace.loaders.decode import dali
 
     check = dali.check_nvdec

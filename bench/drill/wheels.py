@@ -125,13 +125,13 @@ class _Pieces:
     def write(self, block: bytes) -> None:
         self._buffer += block
         while len(self._buffer) >= self._most:
-            self._out(self._most)
+            self._write_piece(self._most)
 
     def close(self) -> None:
         if self._buffer:
-            self._out(len(self._buffer))
+            self._write_piece(len(self._buffer))
 
-    def _out(self, size: int) -> None:
+    def _write_piece(self, size: int) -> None:
         name, data = f"{len(self._table):04d}.piece", bytes(self._buffer[:size])
         (self._folder / name).write_bytes(data)
         self._table.append({"name": name, "bytes": size, "sha256": hashlib.sha256(data).hexdigest()})
@@ -140,10 +140,10 @@ class _Pieces:
 
 def missing(pieces: Path) -> list[str]:
     """Return the pieces that are missing or incomplete."""
-    return [entry["name"] for entry in _manifest(pieces)["pieces"] if not _arrived(pieces, entry)]
+    return [entry["name"] for entry in _manifest(pieces)["pieces"] if not _is_complete(pieces, entry)]
 
 
-def _arrived(pieces: Path, entry: dict[str, Any]) -> bool:
+def _is_complete(pieces: Path, entry: dict[str, Any]) -> bool:
     path, digest = pieces / entry["name"], str(entry["sha256"])
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False
@@ -241,7 +241,7 @@ def install(wheels: Sequence[Path], site: Path) -> list[str]:
 def is_installed(pieces: Path, site: Path) -> bool:
     """Return whether all pieces that have arrived were installed into `site` before."""
     try:
-        return bool(json.loads((site / _MARK).read_text()) == _arrivals(pieces))
+        return bool(json.loads((site / _MARK).read_text()) == _complete_digests(pieces))
     except (OSError, ValueError):
         return False
 
@@ -249,12 +249,12 @@ def is_installed(pieces: Path, site: Path) -> bool:
 def note_installed(pieces: Path, site: Path) -> None:
     """Record in `site` that these pieces are installed, for later starts."""
     site.mkdir(parents=True, exist_ok=True)
-    (site / _MARK).write_text(json.dumps(_arrivals(pieces)))
+    (site / _MARK).write_text(json.dumps(_complete_digests(pieces)))
 
 
-def _arrivals(pieces: Path) -> list[str]:
+def _complete_digests(pieces: Path) -> list[str]:
     """Return the digests of the pieces that have arrived completely."""
-    return [str(entry["sha256"]) for entry in _manifest(pieces)["pieces"] if _arrived(pieces, entry)]
+    return [str(entry["sha256"]) for entry in _manifest(pieces)["pieces"] if _is_complete(pieces, entry)]
 
 
 def register(project: Path, site: Path) -> None:

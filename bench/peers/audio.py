@@ -146,7 +146,7 @@ class Recordings:
                 continue
             progress(f"making recordings ({self.name})", number / encoded)
             if self.long_files and form.codec != "flac":
-                _repeated(path, form, self, number)
+                _write_repeated(path, form, self, number)
             else:
                 _encoded(path, form, _samples(form, self, number, self.seconds(number)))
 
@@ -184,7 +184,11 @@ KINDS = (
 
 def _samples(form: Form, kind: Recordings, number: int, seconds: int) -> Iterator[npt.NDArray[np.int16]]:
     """Yield the samples of each second."""
-    voice = _voice(form.rate, kind.stretch, 0) if kind.long_files else _voice(form.rate, seconds, number)
+    voice = (
+        _synthesize_voice(form.rate, kind.stretch, 0)
+        if kind.long_files
+        else _synthesize_voice(form.rate, seconds, number)
+    )
     for second in range(seconds):
         at = (second + number if kind.long_files else second) * form.rate % len(voice)
         yield voice[at : at + form.rate]
@@ -206,7 +210,7 @@ def _encoded(target: Path, form: Form, seconds: Iterator[npt.NDArray[np.int16]])
         file.mux(stream.encode(None))
 
 
-def _repeated(target: Path, form: Form, kind: Recordings, number: int) -> None:
+def _write_repeated(target: Path, form: Form, kind: Recordings, number: int) -> None:
     """Write a file that repeats the packets of the synthesized stretch."""
     import av
 
@@ -227,7 +231,7 @@ def _repeated(target: Path, form: Form, kind: Recordings, number: int) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def _voice(rate: int, seconds: int, number: int) -> npt.NDArray[np.int16]:
+def _synthesize_voice(rate: int, seconds: int, number: int) -> npt.NDArray[np.int16]:
     """Synthesize harmonics with changing formants, in syllables, over noise."""
     rng, count = np.random.default_rng(number), rate * seconds
 
@@ -259,7 +263,7 @@ def soundfile(source: Any, kind: Recordings) -> torch.Tensor:
     soundfile: Any = importlib.import_module("soundfile")
     windows = list[torch.Tensor]()
     with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
-        for start in _starts(len(file) / file.samplerate, kind):
+        for start in _random_starts(len(file) / file.samplerate, kind):
             file.seek(int(start * file.samplerate))
             samples = file.read(kind.window * file.samplerate, dtype="float32", always_2d=True).mean(axis=1)
             if file.samplerate != RATE:
@@ -272,7 +276,7 @@ def torchcodec(source: Any, kind: Recordings) -> torch.Tensor:
     """Decode ranges of seconds, as the documentation shows. torchcodec resamples and downmixes while it decodes."""
     decoder = importlib.import_module("torchcodec.decoders").AudioDecoder(source, sample_rate=RATE, num_channels=1)
     seconds = decoder.metadata.duration_seconds_from_header or 0.0
-    starts = _starts(seconds, kind)
+    starts = _random_starts(seconds, kind)
     return _finished([decoder.get_samples_played_in_range(at, at + kind.window).data for at in starts], kind)
 
 
@@ -282,7 +286,7 @@ def pyav(source: Any, kind: Recordings) -> torch.Tensor:
 
     with av.open(io.BytesIO(source) if isinstance(source, bytes) else source, "r") as container:
         stream = container.streams.audio[0]
-        starts = _starts(float(container.duration or 0) / 1e6, kind)
+        starts = _random_starts(float(container.duration or 0) / 1e6, kind)
         return _finished([_pyav(container, stream, start, kind.window) for start in starts], kind)
 
 
@@ -312,7 +316,7 @@ def spdl(source: bytes | str, kind: Recordings, seconds: int) -> torch.Tensor:
     io_: Any = importlib.import_module("spdl.io")
     windows = list[torch.Tensor]()
     with io_.Demuxer(source) as demuxer:
-        for start in _starts(seconds, kind):
+        for start in _random_starts(seconds, kind):
             # Whole microseconds: the exact fraction of a float may need a denominator of more than 64 bits.
             begin = Fraction(round(start * 1e6), 1_000_000)
             packets = _packets(io_, demuxer, source, (begin, begin + kind.window))
@@ -331,7 +335,7 @@ def _packets(io_: Any, demuxer: Any, source: Any, span: tuple[Fraction, Fraction
             return fresh_demuxer.demux_audio()
 
 
-def _starts(seconds: float, kind: Recordings) -> Sequence[float]:
+def _random_starts(seconds: float, kind: Recordings) -> Sequence[float]:
     return sorted(random.uniform(0, max(0.0, seconds - kind.window)) for _ in range(kind.per_file))
 
 

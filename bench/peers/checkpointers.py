@@ -224,7 +224,7 @@ Wait = Callable[[], object]
 SECONDS = 240
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -239,9 +239,9 @@ class Built:
 
     save: Callable[[State], Wait]
     restore: Callable[[State], object]
-    close: Callable[[], object] = _nothing
+    close: Callable[[], object] = _do_nothing
     guard: Guard = contextlib.nullcontext
-    warm_up: Callable[[], object] = _nothing
+    warm_up: Callable[[], object] = _do_nothing
     """A trainer may call this once, after its first steps."""
 
 

@@ -90,7 +90,7 @@ def _after(_: object, size: int) -> int:
 
 
 @contextlib.contextmanager
-def _os(url: str, width: int, largest: int) -> Iterator[Operations]:
+def _system_calls(url: str, width: int, largest: int) -> Iterator[Operations]:
     """The lower bound ("floor") for directories, with system calls only: pread, and write + fsync + rename."""
     root, buffers = folder_of(url), _Buffers(largest)
 
@@ -240,18 +240,18 @@ def _expect_size(received: int, size: int) -> int:
     return size
 
 
-def _ours(**options: object) -> Opener:
+def _headrace_with(**options: object) -> Opener:
     return lambda url, width, largest: _headrace(url, width, largest, options)
 
 
 _OPEN: dict[str, Opener] = {
-    "headrace": _ours(),
-    "headrace, s3fs": _ours(client="s3fs"),
-    "headrace, O_DIRECT": _ours(direct=True),
+    "headrace": _headrace_with(),
+    "headrace, s3fs": _headrace_with(client="s3fs"),
+    "headrace, O_DIRECT": _headrace_with(direct=True),
     "s3fs": _s3fs,
     "boto3": _boto3,
     "obstore": _obstore,
-    "os": _os,
+    "os": _system_calls,
 }
 S3_CLIENTS = ("headrace", "headrace, s3fs", "s3fs", "boto3", "obstore")
 FILE_CLIENTS = ("headrace", "headrace, O_DIRECT", "os")

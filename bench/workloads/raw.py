@@ -291,7 +291,7 @@ def measure(name: str, folder: str) -> dict[str, float]:
     }
 
 
-def _through(
+def _through_daemon(
     read: Callable[[Path, memoryview, contextlib.ExitStack, Path | None], Epochs],
 ) -> Callable[[Path, memoryview, contextlib.ExitStack], Epochs]:
     """Return the same candidate, which reads through a daemon."""
@@ -310,9 +310,9 @@ CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Epoc
     PLAIN_CHECKED: lambda folder, staging, stack: _plain(folder, staging, stack, check=True),
     PLAIN_CHECKED_TWO: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True),
     PLAIN_CHECKED_HELD: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True, buffers=HELD),
-    SIDECAR: _through(_headrace),
+    SIDECAR: _through_daemon(_headrace),
     ALONE: lambda folder, staging, stack: _headrace(folder, staging, stack, None),
     TWO: lambda folder, staging, stack: _headrace(folder, staging, stack, None, 2),
     LOADER: _loader,
-    LOADER_SIDECAR: _through(_loader),
+    LOADER_SIDECAR: _through_daemon(_loader),
 }

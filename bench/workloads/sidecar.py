@@ -290,11 +290,11 @@ def many_clients(running: DaemonProcess) -> Iterator[int]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(_hello(running.socket)) for _ in range(CLIENTS)]
-        yield sum(_welcomed(sock) for sock in sockets)
+        sockets = [stack.enter_context(_connect_client(running.socket)) for _ in range(CLIENTS)]
+        yield sum(_is_welcomed(sock) for sock in sockets)
 
 
-def _hello(path: Path) -> socket.socket:
+def _connect_client(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(str(path))
     sock.settimeout(30)
@@ -302,7 +302,7 @@ def _hello(path: Path) -> socket.socket:
     return sock
 
 
-def _welcomed(sock: socket.socket) -> bool:
+def _is_welcomed(sock: socket.socket) -> bool:
     data, _ = wire.receive(sock)
     return isinstance(m.decode_from_daemon(wire.Framer().feed(data)[0].payload), m.Welcome)
 

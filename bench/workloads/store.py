@@ -214,7 +214,7 @@ def show(part: Part) -> str:
 def store(job: Job, part: Part) -> None:
     """Write the objects, measure the clients in turn, and delete the objects."""
     args = job.args
-    sweep = Sweep(tuple(args.operations.split(",")), _sizes(args.sizes), _numbers(args.threads))
+    sweep = Sweep(tuple(args.operations.split(",")), _sizes(args.sizes), _parse_numbers(args.threads))
     names = _clients(args.clients, args.url or "s3://")
     with fresh_prefix(args.url, sweep, job.progress) as url:
         kind = "S3" if url.startswith("s3://") else "directory"
@@ -223,7 +223,7 @@ def store(job: Job, part: Part) -> None:
         client_jobs = {name: msgspec.to_builtins(_client_job(args, url, sweep, name, len(names))) for name in names}
         settings = next(iter(client_jobs.values())) | {"url": args.url or "SeaweedFS on loopback"}
         part.settings = {name: value for name, value in settings.items() if name != "client"}
-        part.notes = [_caching(url), *_left_out(sweep)]
+        part.notes = [_caching_note(url), *_left_out(sweep)]
         candidates = [
             Candidate(name, "headrace.bench.workloads.store_worker:measure_in_process", (client_job,))
             for name, client_job in client_jobs.items()
@@ -252,7 +252,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(parse_bytes(part) for part in text.split(",")))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted(int(part) for part in text.split(",")))
     except ValueError:
@@ -269,7 +269,7 @@ def _clients(chosen: str | None, url: str) -> tuple[str, ...]:
     return names
 
 
-def _caching(url: str) -> str:
+def _caching_note(url: str) -> str:
     if url.startswith("s3://"):
         return "Reads of objects: whatever the server caches is as it was; objects were written just before."
     return "Reads of files: through a warm page cache, except those of the client with O_DIRECT from 1 MiB on."

@@ -74,10 +74,10 @@ def _cuts(name: str, path: Path) -> tuple[int, ...] | None:
     None if the name is not the path's parts with one character between them.
     """
     cuts = tuple(-len(str(part)) if isinstance(part, int) else len(part) for part in path)
-    return cuts if _cut(name, cuts) == path else None
+    return cuts if _path_from_cuts(name, cuts) == path else None
 
 
-def _cut(name: str, cuts: Iterable[int]) -> Path:
+def _path_from_cuts(name: str, cuts: Iterable[int]) -> Path:
     parts: list[str | int] = []
     at = 0
     for length in cuts:
@@ -122,7 +122,7 @@ def names_of(step: Step, rank: int) -> Names:
 def _of_dcp(document: Any) -> Names:
     try:
         if "many" in document:
-            cut = {name: _cut(name, cuts) for name, cuts in document["many"] if cuts is not None}
+            cut = {name: _path_from_cuts(name, cuts) for name, cuts in document["many"] if cuts is not None}
             return Names({name: name for name, _ in document["many"]}, document["values"], document["paths"] | cut)
         tensors = {name: ref.name for name, ref in document["tensors"].items()}
         return Names(tensors, document["values"], document["paths"])
@@ -133,7 +133,7 @@ def _of_dcp(document: Any) -> Names:
 def _of_state(document: object) -> Names:
     """A state that a Checkpointer saved, flattened as DCP does."""
     refs: dict[int, tuple[str, torch.Tensor]] = {}
-    flat, paths = flatten_state_dict(_opened(document, refs))
+    flat, paths = flatten_state_dict(_with_stand_ins(document, refs))
     names = Names(paths=dict(paths))
     for name, value in flat.items():
         if id(value) in refs:
@@ -143,17 +143,17 @@ def _of_state(document: object) -> Names:
     return names
 
 
-def _opened(node: Any, refs: dict[int, tuple[str, torch.Tensor]]) -> Any:
+def _with_stand_ins(node: Any, refs: dict[int, tuple[str, torch.Tensor]]) -> Any:
     if isinstance(node, TensorRef):
         stand_in = torch.empty(0, device="meta")
         refs[id(stand_in)] = node.name, stand_in
         return stand_in
     if isinstance(node, StatefulNode):
-        return _opened(node.state, refs)
+        return _with_stand_ins(node.state, refs)
     if isinstance(node, (ViewRef, PartsNode, MetaNode)):
         raise UnsupportedError("the step holds tensors that DCP cannot load", hint="restore it with a Checkpointer")
     if isinstance(node, dict):
-        return {key: _opened(value, refs) for key, value in node.items()}
+        return {key: _with_stand_ins(value, refs) for key, value in node.items()}
     if isinstance(node, (list, tuple)):
-        return type(node)(_opened(value, refs) for value in node)
+        return type(node)(_with_stand_ins(value, refs) for value in node)
     return node

@@ -126,7 +126,7 @@ class RepositoryReader(StorageReader):
             base = self._find(stack)
             self._opened_step = stack.enter_context(chunk_reader.LeasedStep(self._store, self._run, base))
             self._step, self._base = base.step, base
-            self._see(Ranks.from_environment(None, None).rank if self._given_rank is None else self._given_rank)
+            self._select_rank(Ranks.from_environment(None, None).rank if self._given_rank is None else self._given_rank)
             metadata = self._metadata()
             self._open = stack.pop_all()
         return metadata
@@ -135,7 +135,7 @@ class RepositoryReader(StorageReader):
         """Replace `metadata` in place by that of the rank in DCP's process group. DCP passes the rank only here."""
         rank = kwargs.get("rank")
         if rank is not None and self._given_rank is None and rank != self._rank:
-            self._see(rank)
+            self._select_rank(rank)
             metadata.state_dict_metadata.clear()
             metadata.state_dict_metadata.update(self._metadata().state_dict_metadata)
 
@@ -182,7 +182,7 @@ class RepositoryReader(StorageReader):
     def _opened(self) -> contextlib.AbstractContextManager[Store]:
         return open_store(str(self._url), storage_options=self._options)
 
-    def _see(self, rank: int) -> None:
+    def _select_rank(self, rank: int) -> None:
         """Set the names and tensors of the step as this rank sees it."""
         self._rank = rank
         self._names = document.names_of(self._opened_step, rank)
@@ -194,7 +194,7 @@ class RepositoryReader(StorageReader):
         if job.rank == self._rank or len(self._opened_step.manifests) != job.world_size:
             return
         planned = self._metadata().state_dict_metadata
-        self._see(job.rank)
+        self._select_rank(job.rank)
         if self._metadata().state_dict_metadata != planned:
             raise UsageError("ranks hold other tensors under the same names", hint="RepositoryReader(..., rank=)")
 
@@ -207,7 +207,7 @@ class RepositoryReader(StorageReader):
                 self._store = stack.enter_context(self._opened())
             self._opened_step = stack.enter_context(chunk_reader.LeasedStep(self._store, self._run, base))
             self._step, self._base = base.step, base
-            self._see(self._rank)
+            self._select_rank(self._rank)
             self._open = stack.pop_all()
         if self._metadata().state_dict_metadata != planned:
             raise TransientError(

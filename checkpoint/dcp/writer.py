@@ -134,7 +134,7 @@ class RepositoryWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Separate the rank-local items, and list the shared parts that this rank holds."""
         if not plan.usable:
-            raise _caching()
+            raise _caching_error()
         self._paths = plan.planner_data
         self._own_items = [item for item in plan.items if _is_own(item)]
         shared = [item for item in plan.items if not _is_own(item)]
@@ -156,7 +156,7 @@ class RepositoryWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Store this rank's part. Returns after all ranks have committed the step."""
         if getattr(planner, "_enable_plan_caching", False):
-            raise _caching()
+            raise _caching_error()
         orders: _Orders = plan.storage_data
         with self._store() as store:
             share = self._share(orders)
@@ -308,7 +308,7 @@ def _value(planner: SavePlanner, item: WriteItem) -> object:
     return look(item.index)
 
 
-def _caching() -> UnsupportedError:
+def _caching_error() -> UnsupportedError:
     return UnsupportedError(
         "the planner's plan caching hides new saves from the storage", hint="leave enable_plan_caching=False"
     )

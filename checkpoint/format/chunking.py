@@ -272,7 +272,7 @@ def lay_out(specs: Sequence[TensorSpec]) -> Layout:
     for small in (True, False):
         for i, size in enumerate(sizes):
             if is_small(size) == small:
-                offsets[i] = end = _up(end, SMALL_ALIGN if small else ALIGN)
+                offsets[i] = end = _round_up(end, SMALL_ALIGN if small else ALIGN)
                 end += size
         if small:
             small_bytes = end
@@ -304,5 +304,5 @@ def _small_spans(at: int, nbytes: int) -> Iterator[PieceSpan]:
         yield PieceSpan(piece, inside, length)
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

@@ -92,7 +92,7 @@ class DirectReader:
         device = next(self._grids[use.want].device for use in chunk.uses if use.want in self._grids)
         device_buffer, host_buffer = self._buffer(device)
         device_bytes, host_bytes = device_buffer[: chunk.stored], host_buffer[: chunk.stored]
-        if self._transferred(key, chunk, device_buffer):
+        if self._read_into(key, chunk, device_buffer):
             host_bytes.copy_(device_bytes)
             self._direct.settle(device)
             if digest(payload := memory_of(host_bytes)) == chunk.digest:
@@ -102,7 +102,7 @@ class DirectReader:
         self._read_by_host(key, chunk, device_bytes)
         return 0
 
-    def _transferred(self, key: str, chunk: NeededChunk, buffer: torch.Tensor) -> bool:
+    def _read_into(self, key: str, chunk: NeededChunk, buffer: torch.Tensor) -> bool:
         """Read the chunk into the device buffer, unchecked; False if cuFile failed."""
         try:
             file = self._file(key)
@@ -174,7 +174,7 @@ def direct_for(store: Store, gds: bool | Direct) -> Direct | None:
         return None
     if isinstance(gds, Direct):
         return gds
-    verdict = probe(_existing(directory_of(store)))
+    verdict = probe(_existing_parent(directory_of(store)))
     if not verdict.available:
         warn_once(_log, str(verdict), "node")
         return None
@@ -197,7 +197,7 @@ class GdsStore(Wrapper):
         return remaining
 
 
-def _existing(path: str) -> str:
+def _existing_parent(path: str) -> str:
     """The directory, or its closest existing parent, because a store creates its directory at the first write."""
     while not os.path.isdir(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)

@@ -52,7 +52,7 @@ class _Needs:
 def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clock = SYSTEM_CLOCK) -> Report:
     """Check the repository, or one run. With `data=False` the chunks themselves are not read."""
     report = survey(store, run, clock)
-    steps = list(_opened(store, report))
+    steps = list(_open_steps(store, report))
     needs = _Needs()
     for step in steps:
         needs.add(step)
@@ -67,7 +67,7 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
     return report
 
 
-def _opened(store: Store, report: Report) -> Iterator[Step]:
+def _open_steps(store: Store, report: Report) -> Iterator[Step]:
     """The listed steps with their manifests. A step whose manifests are damaged moves to the problems."""
     lines, report.steps = report.steps, []
     for line in lines:

@@ -319,7 +319,7 @@ class _Finishing:
             if (committed := self._look()) is not None:
                 return committed
             if self.clock.monotonic() >= self._deadline:
-                raise self._late()
+                raise self._late_error()
             if self._abort_without_failed() or self._take_turn():
                 continue
             self._sleep(_HEAD_POLL_MAX if self._leading else _WAIT_MAX)
@@ -413,7 +413,7 @@ class _Finishing:
         self._lost = lost
         return False
 
-    def _late(self) -> LateError:
+    def _late_error(self) -> LateError:
         missing = self._missing or self._reader.missing()
         if missing:
             return commit.late(self.attempt, missing, self.timeout)

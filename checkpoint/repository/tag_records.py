@@ -98,10 +98,10 @@ def _read_current(store: Store, records: Iterator[ObjectInfo]) -> Iterator[Tag]:
 
 def find(store: Store, name: str) -> Tag:
     """The tag's newest record. The caller checks whether the step still exists."""
-    return _of(store, name)[0]
+    return _records_of(store, name)[0]
 
 
-def _of(store: Store, name: str) -> list[Tag]:
+def _records_of(store: Store, name: str) -> list[Tag]:
     key_of(name)
     records = current_records(store, name) or current_records(store, name)  # a listing may miss both records of a move
     if not records:
@@ -117,7 +117,7 @@ def all_tags(store: Store) -> Iterator[Tag]:
 
 def step_of(store: Store, run: str, name: str) -> Base:
     """The committed step of `run` that the tag names, in any timeline."""
-    records = _of(store, name)
+    records = _records_of(store, name)
     existing = next((tag for tag in records if exists(store, tag)), None)
     tag = existing or records[0]
     if tag.run != run:

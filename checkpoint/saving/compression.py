@@ -70,7 +70,7 @@ def candidates(item_bytes: int) -> tuple[int, ...]:
     return (ZSTD, *(kind for kind, width in PLANES.items() if width == item_bytes))
 
 
-def _starts(size: int) -> list[int]:
+def _sample_starts(size: int) -> list[int]:
     """Start offsets of the samples of a chunk of `size` bytes: at its beginning, in its middle and at its end."""
     last = max(size - _RUN, 0) // 8 * 8
     return sorted({last * i // (_RUNS - 1) // 8 * 8 for i in range(_RUNS)})
@@ -78,7 +78,7 @@ def _starts(size: int) -> list[int]:
 
 def measure(payload: memoryview, kinds: Sequence[int]) -> list[Sample]:
     """Compress the samples of a chunk with each codec."""
-    runs = [payload[start : start + _RUN] for start in _starts(len(payload))]
+    runs = [payload[start : start + _RUN] for start in _sample_starts(len(payload))]
     total = sum(len(run) for run in runs)
     samples = []
     for kind in kinds:
@@ -90,7 +90,7 @@ def measure(payload: memoryview, kinds: Sequence[int]) -> list[Sample]:
 
 def measure_difference(payload: memoryview, base: memoryview, kind: int, reading: float) -> Sample:
     """As `measure`, for the difference from `base`. `reading`: seconds that reading the base took."""
-    runs = [(payload[start : start + _RUN], base[start : start + _RUN]) for start in _starts(len(payload))]
+    runs = [(payload[start : start + _RUN], base[start : start + _RUN]) for start in _sample_starts(len(payload))]
     total = sum(len(run) for run, _ in runs)
     began = time.thread_time()
     size = sum(len(codec.compress_difference(run, other, kind)) for run, other in runs)

@@ -137,7 +137,7 @@ def _report(as_json: bool) -> str:
     measured: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(_PROCESSES):
         for with_it in measured:
-            measured[with_it].append(_started(streaming(os.environ) if with_it else dict(os.environ)))
+            measured[with_it].append(_measure_in_process(streaming(os.environ) if with_it else dict(os.environ)))
     plain, streamed = (min(measured[with_it]) * 2**30 / _BYTES for with_it in (False, True))
     advised = advice(plain, streamed, os.environ)
     if as_json:
@@ -154,7 +154,7 @@ def _report(as_json: bool) -> str:
     )
 
 
-def _started(environment: dict[str, str]) -> float:
+def _measure_in_process(environment: dict[str, str]) -> float:
     command = [sys.executable, "-m", "headrace.checkpoint.saving.copy_threads", "--once"]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)

@@ -190,7 +190,7 @@ class SaveExecutor:
 
         If the daemon does not return, save in this process.
         """
-        with self._watching(save):
+        with self._watching_ranks(save):
             return self._follow(save, sidecar, staged)
 
     def _follow(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
@@ -216,7 +216,7 @@ class SaveExecutor:
         return self._commit_in_process(save, shared=True)
 
     @contextlib.contextmanager
-    def _watching(self, save: StagedSave) -> Iterator[None]:
+    def _watching_ranks(self, save: StagedSave) -> Iterator[None]:
         """Abort the attempt when the node of a missing rank is lost. No daemon reports that."""
         if save.silent_ranks is None:
             yield
@@ -355,7 +355,7 @@ def _stage(sidecar: Sidecar, save: StagedSave) -> StagedJob:
         kind="checkpoint",
         arena_fd=save.arena_fd,
         plan=plan,
-        about=_about(save.plan),
+        about=_label(save.plan),
         urgent=save.urgent,
         wait=QUEUE_SECONDS,
     )
@@ -368,7 +368,7 @@ def _without_daemon(plan: PutPlan) -> TransientError:
     )
 
 
-def _about(plan: PutPlan) -> str:
+def _label(plan: PutPlan) -> str:
     """A description of the save, for status displays."""
     rank = f", rank {plan.rank} of {plan.world_size}" if plan.world_size > 1 else ""
     return f"{plan.run}, step {plan.step}{rank}"

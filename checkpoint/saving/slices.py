@@ -154,12 +154,12 @@ class SlicedState:
 
     def _publish(self, piece: Piece, target: npt.NDArray[np.uint8], slot: int) -> None:
         borrowed = np.frombuffer(target.data, np.uint8)  # a separate object, which lives as long as any view of it
-        weakref.finalize(borrowed, self._returned, slot)
+        weakref.finalize(borrowed, self._release_slot, slot)
         with self._changed:
             self._ready[piece.at] = borrowed
             self._changed.notify_all()
 
-    def _returned(self, slot: int) -> None:
+    def _release_slot(self, slot: int) -> None:
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()

@@ -47,7 +47,7 @@ def _box(tensor: DTensor, path: str) -> tuple[Box, bool]:
     key = (shape, tuple(mesh.shape), at, tuple((type(p), p) for p in tensor.placements))
     if (cached := _boxes.get(key)) is not None:
         return cached
-    _refuse(tensor, path)
+    _require_supported(tensor, path)
     holds = 0 not in shape and at is not None
     if not holds:
         box = Box(shape, (0,) * len(shape), shape if 0 in shape else (0,) * len(shape))
@@ -68,7 +68,7 @@ def like(model: DTensor, dtype: torch.dtype) -> DTensor:
     )
 
 
-def _refuse(tensor: DTensor, path: str) -> None:
+def _require_supported(tensor: DTensor, path: str) -> None:
     placements = tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise UnsupportedError(

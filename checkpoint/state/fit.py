@@ -85,8 +85,10 @@ class _Fitter:
     def value(self, current: Any, saved: object, path: str) -> object:
         """The value that the parent is to hold. It is `current` itself if it is changed in place or not restored."""
         if isinstance(current, dict) and isinstance(saved, ValueNode) and isinstance(saved.value, dict):
-            saved = saved.value if self._holds(current) or not self._selection.everything else saved  # a defaultdict
-        if self._holds(current) or (
+            saved = (
+                saved.value if self._holds_tensors(current) or not self._selection.everything else saved
+            )  # a defaultdict
+        if self._holds_tensors(current) or (
             isinstance(current, dict) and isinstance(saved, dict) and not self._selection.everything
         ):
             return self._container(current, saved, path)
@@ -125,18 +127,18 @@ class _Fitter:
         if type(sequence) is type(current) and getattr(sequence, "maxlen", None) == getattr(current, "maxlen", None):
             return self.sequence(current, sequence, path)
         if self._selection.takes(path):
-            self.report(path, f"{_limited(current)} in the state, {_limited(sequence)} in the checkpoint")
+            self.report(path, f"{_kind_and_limit(current)} in the state, {_kind_and_limit(sequence)} in the checkpoint")
         return current
 
     def tensor(self, current: Any, saved: object, path: str) -> None:
         if tensors.meta_shape(current) is not None:
-            self._bare(current, saved, path)
+            self._meta_tensor(current, saved, path)
         elif isinstance(saved, PartsNode):
             self._parts(current, saved, path)
         elif isinstance(saved, (TensorRef, ViewRef)) and tensors.parts_of(current, path) is None:
             local = tensors.describe(current, path)
             saved_meta = self._build.meta(saved.name) if isinstance(saved, TensorRef) else (saved.dtype, saved.shape)
-            if self._alike(saved_meta, (local.dtype, local.shape), path):
+            if self._meta_matches(saved_meta, (local.dtype, local.shape), path):
                 self._dense(current, saved, local)
         else:
             self.report(path, f"a tensor in the state, {kind_name(saved)} in the checkpoint")
@@ -148,7 +150,7 @@ class _Fitter:
             view = self._build.view(saved)
             self.plan.late.append(lambda: tensors.assign(current, view))
 
-    def _alike(
+    def _meta_matches(
         self, saved_meta: tuple[str, tuple[int, ...]], current_meta: tuple[str, tuple[int, ...]], path: str
     ) -> bool:
         if saved_meta[1] != current_meta[1]:
@@ -159,7 +161,7 @@ class _Fitter:
             return True
         return False
 
-    def _bare(self, current: Any, saved: object, path: str) -> None:
+    def _meta_tensor(self, current: Any, saved: object, path: str) -> None:
         current_meta = tensors.meta_shape(current)
         if not isinstance(saved, MetaNode):
             self.report(path, f"a tensor on the meta device in the state, {kind_name(saved)} in the checkpoint")
@@ -287,13 +289,15 @@ class _Fitter:
                 else:
                     self.plan.skipped.append(path)
 
-    def _holds(self, value: object, depth: int = 0) -> bool:
+    def _holds_tensors(self, value: object, depth: int = 0) -> bool:
         """Whether the container holds a tensor or a stateful object, and so must be restored in place."""
         if depth > MAX_DEPTH:
             return False
         if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
             inside = value.values() if isinstance(value, dict) else value
-            return any(isinstance(v, torch.Tensor) or is_stateful(v) or self._holds(v, depth + 1) for v in inside)
+            return any(
+                isinstance(v, torch.Tensor) or is_stateful(v) or self._holds_tensors(v, depth + 1) for v in inside
+            )
         return False
 
 
@@ -301,7 +305,7 @@ def _setter(holder: Any, key: object, value: object) -> Callable[[], object]:
     return lambda: holder.__setitem__(key, value)
 
 
-def _limited(value: Any) -> str:
+def _kind_and_limit(value: Any) -> str:
     limit = getattr(value, "maxlen", None)
     return f"a {type(value).__name__}" + (f" of at most {limit}" if limit is not None else "")
 

@@ -80,7 +80,7 @@ def describe(tensor: torch.Tensor, path: str) -> LocalTensor:
         shard = dtensors.local_shard(tensor, path)
         tensor, box = shard.local, shard.box
     dtype = name_of(tensor.dtype)
-    _refuse(tensor, dtype, path)
+    _require_supported(tensor, dtype, path)
     return LocalTensor(tensor, dtype, box, sharded, _memory(tensor))
 
 
@@ -218,7 +218,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refuse(tensor: torch.Tensor, dtype: str, path: str) -> None:
+def _require_supported(tensor: torch.Tensor, dtype: str, path: str) -> None:
     if is_plain(tensor) and dtype in ITEM_BYTES and not tensor.is_quantized:
         return
     why, hint = "", "save a dense tensor with memory of its own instead"

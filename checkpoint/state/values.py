@@ -62,7 +62,7 @@ def encode(value: Any) -> ValueNode | None:
         )
     else:
         return None
-    return node if _comes_back(node, value) else None
+    return node if _round_trips(node, value) else None
 
 
 def decode(node: ValueNode) -> Any:
@@ -77,7 +77,7 @@ def decode(node: ValueNode) -> Any:
         raise CorruptionError(f"a saved value of kind {node.kind} cannot be decoded: {error!s:.200}") from None
 
 
-def _comes_back(node: ValueNode, value: Any) -> bool:
+def _round_trips(node: ValueNode, value: Any) -> bool:
     try:
         decoded = decode(node)
     except (CorruptionError, MismatchError):
@@ -96,17 +96,17 @@ def _exact(value: Any, *kinds: type) -> Any:
     return value
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     if _exact(value, int).bit_length() > _MAX_BITS:
         raise ValueError(f"an integer of more than {_MAX_BITS} bits")
     return int(value)
 
 
-def _wholes(about: Any, count: int | None = None) -> list[int]:
-    return [_whole(value) for value in _several(about, count)]
+def _integers(about: Any, count: int | None = None) -> list[int]:
+    return [_integer(value) for value in _list_of(about, count)]
 
 
-def _several(about: Any, count: int | None = None) -> list[Any]:
+def _list_of(about: Any, count: int | None = None) -> list[Any]:
     items: list[Any] = _exact(about, list)
     if count is not None and len(items) != count:
         raise ValueError(f"{len(items)} values instead of {count}")
@@ -147,18 +147,18 @@ def _changed(name: object) -> MismatchError:
 
 
 def _enum(about: Any, _: object) -> object:
-    name, names = _several(about, 2)
+    name, names = _list_of(about, 2)
     kind = _loaded(name, Enum)
-    members = [kind.__members__.get(_exact(each, str)) for each in _several(names)]
+    members = [kind.__members__.get(_exact(each, str)) for each in _list_of(names)]
     if None in members or (not issubclass(kind, Flag) and len(members) != 1):
         raise _changed(name)
     return functools.reduce(lambda a, b: a | b, members, kind(0)) if issubclass(kind, Flag) else members[0]
 
 
 def _namedtuple(about: Any, items: Any) -> object:
-    name, fields = _several(about, 2)
+    name, fields = _list_of(about, 2)
     kind = _loaded(name, tuple)
-    if getattr(kind, "_fields", None) != tuple(_several(fields)) or len(_several(items)) != len(fields):
+    if getattr(kind, "_fields", None) != tuple(_list_of(fields)) or len(_list_of(items)) != len(fields):
         raise _changed(name)
     return tuple.__new__(kind, items)
 
@@ -178,16 +178,16 @@ def _of_torch(name: Any, kind: type) -> object:
 
 
 def _numpy(about: Any, _: object) -> Any:
-    text, shape, data = _several(about, 3)
+    text, shape, data = _list_of(about, 3)
     if not _NUMPY_DTYPE.fullmatch(text):
         raise ValueError(f"{text!r:.60} is not a type of numbers or text")
-    return np.frombuffer(_exact(data, bytes), np.dtype(text)).reshape(_wholes(shape)).copy()
+    return np.frombuffer(_exact(data, bytes), np.dtype(text)).reshape(_integers(shape)).copy()
 
 
 def _stream(about: Any, _: object) -> object:
-    data, position = _several(about, 2)
+    data, position = _list_of(about, 2)
     stream = io.BytesIO(_exact(data, bytes))
-    stream.seek(_whole(position))
+    stream.seek(_integer(position))
     return stream
 
 
@@ -218,25 +218,25 @@ _HOLDERS: dict[type, Callable[[Any], ValueNode | None]] = {
 _MAKING: dict[str, Callable[[Any, Any], object]] = {
     "torch.dtype": lambda about, _: _of_torch(about, torch.dtype),
     "torch.device": lambda about, _: torch.device(_exact(about, str)),
-    "torch.Size": lambda about, _: torch.Size(_wholes(about)),
+    "torch.Size": lambda about, _: torch.Size(_integers(about)),
     "torch.TorchVersion": lambda about, _: TorchVersion(_exact(about, str)),
     "numpy.array": _numpy,
     "numpy.scalar": lambda about, _: _numpy([about[0], [], about[1]], None)[()],
     "numpy.text": lambda about, _: (np.str_ if type(about) is str else np.bytes_)(_exact(about, str, bytes)),
     "io.BytesIO": _stream,
     "bytearray": lambda about, _: bytearray(_exact(about, bytes)),
-    "range": lambda about, _: range(*_wholes(about, 3)),
-    "slice": lambda about, _: slice(*(_exact(each, *PLAIN) for each in _several(about, 3))),
-    "fractions.Fraction": lambda about, _: fractions.Fraction(*_wholes(about, 2)),
+    "range": lambda about, _: range(*_integers(about, 3)),
+    "slice": lambda about, _: slice(*(_exact(each, *PLAIN) for each in _list_of(about, 3))),
+    "fractions.Fraction": lambda about, _: fractions.Fraction(*_integers(about, 2)),
     "decimal.Decimal": lambda about, _: decimal.Decimal(_exact(about, str)),
     "datetime.datetime": lambda about, _: datetime.datetime.fromisoformat(_exact(about, str)),
     "datetime.date": lambda about, _: datetime.date.fromisoformat(_exact(about, str)),
     "datetime.time": lambda about, _: datetime.time.fromisoformat(_exact(about, str)),
-    "datetime.timedelta": lambda about, _: datetime.timedelta(*_wholes(about, 3)),
+    "datetime.timedelta": lambda about, _: datetime.timedelta(*_integers(about, 3)),
     "pathlib.Path": lambda about, _: pathlib.Path(_exact(about, str)),
-    "set": lambda _, items: set(_several(items)),
-    "frozenset": lambda _, items: frozenset(_several(items)),
-    "collections.deque": lambda most, items: deque(_several(items), None if most is None else _whole(most)),
+    "set": lambda _, items: set(_list_of(items)),
+    "frozenset": lambda _, items: frozenset(_list_of(items)),
+    "collections.deque": lambda most, items: deque(_list_of(items), None if most is None else _integer(most)),
     "collections.defaultdict": lambda name, items: defaultdict(
         None if name is None else _FACTORIES[name], _exact(items, dict)
     ),
