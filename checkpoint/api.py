@@ -343,7 +343,7 @@ class Checkpointer:
         def prepare() -> Selection:
             self._check_open()
             self._saves.wait_for_all(self._wait)
-            self._saves.settle()
+            self._saves.forget_ended()
             return Selection.of(include, exclude, strict, cast)
 
         restored = self._restorer.restore(state, source, requested, prepare, required)

@@ -58,7 +58,7 @@ class Saves:
 
     def require_new(self, step: int) -> None:
         """Raise `ConflictError` unless the step may be saved."""
-        self.settle()
+        self.forget_ended()
         if step in self._committed or step in self._handles:
             state = "is saved" if step in self._committed else "is being saved"
             raise ConflictError(f"step {step} of run {self._run} {state} in this timeline", hint="save each step once")
@@ -72,7 +72,7 @@ class Saves:
         tried = (self._lineage.timeline, step) <= self._tried
         if tried:
             self.wait_for_all(self._wait)
-            self.settle()
+            self.forget_ended()
         self._committed.pop(step, None)
         return tried
 
@@ -85,10 +85,10 @@ class Saves:
         for handle in (*self._handles.values(), *self._failed):
             if handle.step == step and handle.error is not None:
                 handle.fetched = True
-        self.settle()
+        self.forget_ended()
         return self._handles.get(step) or self._committed.get(step)
 
-    def settle(self) -> None:
+    def forget_ended(self) -> None:
         """Forget saves that have ended and were reported. The next save references the newest committed step."""
         for step, handle in list(self._handles.items()):
             if handle.done and (handle.error is None or handle.fetched):

@@ -45,7 +45,7 @@ from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.restoring.aliases import Target, require_one_content
 from headrace.checkpoint.restoring.chunk_reader import Saved, Want
 from headrace.checkpoint.state.build import Builder, Fit
-from headrace.checkpoint.state.tensors import TensorSink, settle
+from headrace.checkpoint.state.tensors import TensorSink, synchronize
 from headrace.checkpoint.state.tree import tensor_names
 from headrace.dataio.core.errors import CorruptionError, MismatchError, TransientError, UsageError
 from headrace.dataio.store.base import Store
@@ -164,7 +164,7 @@ class RepositoryReader(StorageReader):
                 require_one_content(self._store, self._opened_step, places)
                 direct = direct_for(self._store, self._gds)
                 store = self._store if direct is None else GdsStore(self._store, direct)
-                settle(target.device for target in targets)
+                synchronize(target.device for target in targets)
                 chunk_reader.read(store, self._opened_step, wants)
             for item, target in zip(items, targets, strict=True):
                 planner.commit_tensor(item, target)

@@ -113,7 +113,7 @@ class _Attached:
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **more: Any) -> Any:
         """As `Accelerator.load_state`, after the saves in flight have ended."""
         accelerator = self._accelerator
-        self._names.settle()
+        self._names.wait_quietly()
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
             parent = Path(accelerator.project_dir) / "checkpoints"
             self._recover(parent)

@@ -93,7 +93,7 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     ) -> dict[str, Any]:
         """The checkpoint, placed by `map_location` as in `torch.load`. By default, it is in main memory."""
         place, state = _local(path), {"checkpoint": None}
-        self._names.settle()
+        self._names.wait_quietly()
         self._names.recover(place.parent, place.name)
         record = self._names.restore(state, place)
         checkpoint: Any = state["checkpoint"]
@@ -211,7 +211,7 @@ def _load_file(path: Any, map_location: Where = None, weights_only: bool | None 
     """
     if isinstance(path, (str, os.PathLike)) and not os.path.exists(path):
         for io in list(_instances):
-            io._names.settle()
+            io._names.wait_quietly()
     record = _record_of(path)
     if record is None:
         return _load(path, map_location=map_location, weights_only=weights_only)

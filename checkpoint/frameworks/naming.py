@@ -156,7 +156,7 @@ class Names:
             if not handle.fetched:
                 handle.result()
 
-    def settle(self) -> None:
+    def wait_quietly(self) -> None:
         """Wait until no save is in flight. Raises no errors, because the checkpointer reports them."""
         for handle in self._handles:
             handle.wait()

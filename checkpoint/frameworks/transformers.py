@@ -81,7 +81,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             newest = isinstance(resume_from_checkpoint, bool)
             self._recover(self.args.output_dir if newest else Path(str(resume_from_checkpoint)).parent)
         output = super().train(resume_from_checkpoint, *args, **options)
-        self._names.settle()
+        self._names.wait_quietly()
         return output
 
     def _recover(self, folder: str | os.PathLike[str]) -> None:
@@ -151,7 +151,7 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             self._names.remove_now(path)
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
-        self._names.settle()  # the Trainer looks for the best checkpoint, and may remove all others
+        self._names.wait_quietly()  # the Trainer looks for the best checkpoint, and may remove all others
         return super()._finalize_training(*args, **options)
 
     # resuming

@@ -64,7 +64,7 @@ class Direct:
             and not tensor.is_neg()
         )
 
-    def settle(self, device: torch.device) -> None:
+    def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream of the device, because cuFile is not ordered with its work."""
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

@@ -94,10 +94,10 @@ class DirectReader:
         device_bytes, host_bytes = device_buffer[: chunk.stored], host_buffer[: chunk.stored]
         if self._read_into(key, chunk, device_buffer):
             host_bytes.copy_(device_bytes)
-            self._direct.settle(device)
+            self._direct.synchronize(device)
             if digest(payload := memory_of(host_bytes)) == chunk.digest:
                 self._use(chunk, device_bytes, payload)
-                self._direct.settle(device)
+                self._direct.synchronize(device)
                 return chunk.stored
         self._read_by_host(key, chunk, device_bytes)
         return 0
@@ -133,7 +133,7 @@ class DirectReader:
                 raise self._reading.damaged(pack, needed)
             device_bytes.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
             self._use(needed, device_bytes, payload)
-            self._direct.settle(device_bytes.device)
+            self._direct.synchronize(device_bytes.device)
 
         fetch.fetch(self._store, self._reading.batches([(key, chunk)]), use)
 

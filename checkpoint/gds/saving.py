@@ -99,7 +99,7 @@ class DeviceSlices(SlicedState):
             source = self._bytes(part.tensor)[part.start : part.start + part.length]
             device[part.at : part.at + part.length].copy_(source)
         self._arena.tensor[slot : slot + piece.length].copy_(device, non_blocking=True)
-        self._direct.settle(self._device)
+        self._direct.synchronize(self._device)
         self._twins.add(slot)
 
     def _bytes(self, number: int) -> torch.Tensor:

@@ -136,7 +136,7 @@ def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
                 if first:  # an object that loaded its state may have moved its tensors
                     moved = _described((name, tensor) for name, tensor, _ in todo.in_place)
                     in_place = ChunkReader(work.step, _wants(moved, work.saved))
-        tensors.settle(tensor.device for _, tensor, _ in todo.in_place)
+        tensors.synchronize(tensor.device for _, tensor, _ in todo.in_place)
         pending = shared_reads.read(store, in_place, 1, common, ranks)
         with ranks.agreed():
             pending.raise_kept()

@@ -84,10 +84,13 @@ class _Fitter:
 
     def value(self, current: Any, saved: object, path: str) -> object:
         """The value that the parent is to hold. It is `current` itself if it is changed in place or not restored."""
-        if isinstance(current, dict) and isinstance(saved, ValueNode) and isinstance(saved.value, dict):
-            saved = (
-                saved.value if self._holds_tensors(current) or not self._selection.everything else saved
-            )  # a defaultdict
+        if (
+            isinstance(current, dict)
+            and isinstance(saved, ValueNode)
+            and isinstance(saved.value, dict)  # a defaultdict
+            and (self._holds_tensors(current) or not self._selection.everything)
+        ):
+            saved = saved.value
         if self._holds_tensors(current) or (
             isinstance(current, dict) and isinstance(saved, dict) and not self._selection.everything
         ):

@@ -269,7 +269,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if same is None or tensor.dtype == same else tensor.view(same)
 
 
-def settle(devices: Iterable[torch.device]) -> None:
+def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait until the GPUs have finished the work that this thread queued.
 
     Other threads fill the sinks on their own streams. These streams do not wait for this thread's stream.
