@@ -203,10 +203,10 @@ def _absent(environ: dict[str, str]) -> list[str]:
         "        return False\n"
         "print(*[name for name in sys.argv[1:] if not found(name)])"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program, *names], env=environ, capture_output=True, text=True, timeout=120
     )
-    return done.stdout.split()
+    return completed.stdout.split()
 
 
 def _skipped_part(name: str, args: argparse.Namespace, lacking: Sequence[str]) -> dict[str, Any]:

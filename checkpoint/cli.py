@@ -161,19 +161,19 @@ def _retain(store: Store, options: argparse.Namespace) -> int:
         raise UsageError("retain needs --run and a policy", hint="for example --run exp42 --last 3 --every 1000")
     keep = Keep(options.last, options.every, tuple(options.keep_tags or ("*",)))
     selected = collect.to_delete(store, options.run, keep)
-    done = collect.collect(store, selected, keep=keep) if options.apply else collect.preview(store, selected)
-    return _print_result(options, done)
+    plan = collect.collect(store, selected, keep=keep) if options.apply else collect.preview(store, selected)
+    return _print_result(options, plan)
 
 
 def _gc(store: Store, options: argparse.Namespace) -> int:
     return _print_result(options, collect.collect(store, ()) if options.apply else collect.preview(store, ()))
 
 
-def _print_result(options: argparse.Namespace, done: Plan) -> int:
+def _print_result(options: argparse.Namespace, plan: Plan) -> int:
     if options.json:
-        print(json.dumps(_as_json(done, applied=options.apply), indent=1))
+        print(json.dumps(_as_json(plan, applied=options.apply), indent=1))
     else:
-        _print_plan(done, applied=options.apply)
+        _print_plan(plan, applied=options.apply)
     return 0
 
 
@@ -183,18 +183,18 @@ def _as_json(plan: Plan, *, applied: bool) -> dict[str, object]:
 
 
 def _print_plan(plan: Plan, *, applied: bool) -> None:
-    done = "" if applied else "would be "
+    would_be = "" if applied else "would be "
     for step in plan.tombstones:
-        print(f"{step.run}  timeline {step.timeline}  step {step.step}: {done}removed")
+        print(f"{step.run}  timeline {step.timeline}  step {step.step}: {would_be}removed")
     for step in plan.spared:
         print(f"{step.run}  timeline {step.timeline}  step {step.step}: stays (a live process or the policy needs it)")
     for attempt in plan.aborted:
-        print(f"attempt {attempt}: {done}aborted, because its lease has expired")
+        print(f"attempt {attempt}: {would_be}aborted, because its lease has expired")
     for key, size in plan.objects[:_MAX_LINES]:
-        print(f"{key}: {done}deleted" + (f", {format_bytes(size)}" if size else ""))
+        print(f"{key}: {would_be}deleted" + (f", {format_bytes(size)}" if size else ""))
     if len(plan.objects) > _MAX_LINES:
         print(f"and {len(plan.objects) - _MAX_LINES} more objects")
-    print(f"{format_bytes(plan.bytes_freed)} {done}freed, {format_bytes(plan.kept_bytes)} of packs stay")
+    print(f"{format_bytes(plan.bytes_freed)} {would_be}freed, {format_bytes(plan.kept_bytes)} of packs stay")
     if not applied and not plan.empty:
         print("nothing was changed; --apply executes the plan")
 

@@ -246,8 +246,8 @@ class Saver:
                 copying = self._copy(staging, arena, state, prepared.tensors, specs, layout)
             undo.callback(copying.cancel)
             handle.follow(copying)
-            put = self._plan(step, ticket, prepared)
-            save = self._staged_save(put, staging, arena, copying, handle, urgent)
+            put_plan = self._plan(step, ticket, prepared)
+            save = self._staged_save(put_plan, staging, arena, copying, handle, urgent)
             threading.Thread(
                 target=self._commit_staged, args=(save, handle, copying, name), name=f"headrace-save-{step}"
             ).start()
@@ -296,7 +296,7 @@ class Saver:
 
     def _staged_save(
         self,
-        put: plan.PutPlan,
+        put_plan: plan.PutPlan,
         staging: Staging,
         arena: Arena,
         copying: Copying | SlicedState,
@@ -306,7 +306,7 @@ class Saver:
         sliced = copying if isinstance(copying, SlicedState) else None
         peers = self._peers
         return StagedSave(
-            plan=put,
+            plan=put_plan,
             arena_fd=-1 if sliced else arena.fd,
             view=(lambda: sliced) if sliced is not None else arena.view,
             give_back=staging.give_back if sliced is None else _after(sliced, staging.give_back),
@@ -355,10 +355,12 @@ class Saver:
             self._retention.committed()
         handle.set_result(saved)  # last: the caller may close the store as soon as it is set
 
-    def _failed(self, put: plan.PutPlan, handle: Handle, error: BaseException) -> None:
+    def _failed(self, put_plan: plan.PutPlan, handle: Handle, error: BaseException) -> None:
         self._log_failure(handle.step, error)
         if not handle.may_commit_after(error):
-            self._abort(Attempt(put.run, put.timeline, put.step, put.attempt, put.world_size), error)
+            self._abort(
+                Attempt(put_plan.run, put_plan.timeline, put_plan.step, put_plan.attempt, put_plan.world_size), error
+            )
         handle.set_error(error)  # last: the caller may close the store as soon as it is set
 
     # when this rank has failed

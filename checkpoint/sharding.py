@@ -88,8 +88,8 @@ def copy_overlap(
         np.copyto(into[start : start + len(source_bytes)], source_bytes)
         return
     grid = into.reshape((*target.local, item_bytes))
-    for done, extent, from_, to in overlap_blocks(source, target, item_bytes, start, len(source_bytes)):
-        np.copyto(grid[to], source_bytes[done : done + math.prod(extent)].reshape(extent)[from_])
+    for offset, extent, from_, to in overlap_blocks(source, target, item_bytes, start, len(source_bytes)):
+        np.copyto(grid[to], source_bytes[offset : offset + math.prod(extent)].reshape(extent)[from_])
 
 
 def overlap_blocks(
@@ -104,11 +104,11 @@ def overlap_blocks(
     - the slices of the box that belong to `target`,
     - the slices of `target` that they go to.
     """
-    done = 0
+    offset = 0
     for (_, extent), slices in _walk(source, target, item_bytes, start, length):
         if slices is not None:
-            yield done, extent, *slices
-        done += math.prod(extent)
+            yield offset, extent, *slices
+        offset += math.prod(extent)
 
 
 _Slices = tuple[slice, ...]

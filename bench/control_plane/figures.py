@@ -88,8 +88,8 @@ def _add(collected: Figures, quantity: str, ranks: int, sizes: Sequence[int], va
 def _run(module: str, *arguments: float) -> dict[str, float]:
     """Run a module of this package as a program, and return what it prints."""
     command = [sys.executable, "-m", f"headrace.bench.control_plane.{module}", *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    printed: dict[str, float] = json.loads(done.stdout)
+    completed = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    printed: dict[str, float] = json.loads(completed.stdout)
     return printed
 
 

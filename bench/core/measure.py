@@ -109,20 +109,22 @@ def run_process(command: list[str], environ: Mapping[str, str], seconds: float) 
 def _run(candidate: Candidate, samples: Samples, seconds: float) -> None:
     command = command_of(candidate.function, *candidate.arguments, python=candidate.python)
     try:
-        done = run_process(command, {**os.environ, **candidate.environ}, seconds)
+        completed = run_process(command, {**os.environ, **candidate.environ}, seconds)
     except subprocess.TimeoutExpired:
         samples.errors.append(f"took longer than {seconds:g} s")
         return
-    if done.returncode != 0:
-        samples.errors.append(" / ".join(done.stderr.strip().splitlines()[-3:]) or f"exit status {done.returncode}")
+    if completed.returncode != 0:
+        samples.errors.append(
+            " / ".join(completed.stderr.strip().splitlines()[-3:]) or f"exit status {completed.returncode}"
+        )
         return
     try:
-        printed = json.loads(done.stdout.strip().splitlines()[-1])
+        printed = json.loads(completed.stdout.strip().splitlines()[-1])
         histograms = {name: dict(pairs) for name, pairs in printed.pop("histograms", {}).items()}
         errors = [str(message) for message in printed.pop("errors", [])]
         figures = {name: float(value) for name, value in printed.items()}
     except (ValueError, IndexError, AttributeError, TypeError):
-        samples.errors.append(f"printed no figures but {done.stdout[-200:]!r}")
+        samples.errors.append(f"printed no figures but {completed.stdout[-200:]!r}")
         return
     samples.errors += errors
     for name, counts in histograms.items():

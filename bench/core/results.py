@@ -267,8 +267,10 @@ def _commit() -> str:
 
 
 def _git(where: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(where), *arguments], capture_output=True, text=True, timeout=20, check=True)
-    return done.stdout.strip()
+    completed = subprocess.run(
+        ["git", "-C", str(where), *arguments], capture_output=True, text=True, timeout=20, check=True
+    )
+    return completed.stdout.strip()
 
 
 def _version(package: str) -> str | None:

@@ -314,11 +314,13 @@ def _card() -> dict[str, object]:
 
     described: dict[str, object] = {"capability": torch.cuda.get_device_capability(0), "cuda": torch.version.cuda}
     if shutil.which("nvidia-smi"):
-        done = subprocess.run(
+        completed = subprocess.run(
             ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
         )
         described |= dict(
-            zip(_QUERY.split(","), (value.strip() for value in done.stdout.split("\n")[0].split(",")), strict=False)
+            zip(
+                _QUERY.split(","), (value.strip() for value in completed.stdout.split("\n")[0].split(",")), strict=False
+            )
         )
     described["video_library"] = _library("libnvcuvid.so.1")
     try:
@@ -365,7 +367,7 @@ def suite(gpu: bool) -> PartResult:
     part.metric("collected", "collected", "1", "higher")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files()]
     environ = {**({"HEADRACE_TESTS_MEDIA": str(_CLIPS)} if _CLIPS.is_dir() else {}), **os.environ}
-    done = subprocess.run(
+    completed = subprocess.run(
         command if gpu else [*command, "--collect-only"],
         cwd=_ROOT,
         capture_output=True,
@@ -373,11 +375,11 @@ def suite(gpu: bool) -> PartResult:
         timeout=_SECONDS,
         env=environ,
     )
-    out = done.stdout
+    out = completed.stdout
     if not gpu:
         count = re.search(r"(\d+)/\d+ tests collected|(\d+) tests? collected", out)
         if count is None:
-            raise RuntimeError(f"pytest collected nothing: {(out + done.stderr)[-400:]}")
+            raise RuntimeError(f"pytest collected nothing: {(out + completed.stderr)[-400:]}")
         part.add("pytest -m gpu", "collected", int(count[1] or count[2]))
         return part
     if skipped := re.search(r"(\d+) skipped", out):
@@ -385,6 +387,6 @@ def suite(gpu: bool) -> PartResult:
     for name in ("passed", "failed"):
         match = re.search(rf"(\d+) {name}", out)
         part.add("pytest -m gpu", name, int(match[1]) if match else 0)
-    if done.returncode not in (0, 5):
+    if completed.returncode not in (0, 5):
         part.fail("pytest -m gpu", "\n".join(re.findall(r"^(?:FAILED|ERROR).*", out, re.M))[:400] or out[-400:])
     return part

@@ -138,19 +138,19 @@ def _loop(url: str, model: _Model | None, steps: int, gpu: bool, decoder: Any) -
     from headrace.loaders import Clip, VideoLoader
 
     device = "cuda" if gpu else "cpu"
-    done, began = -2, 0.0
+    batches, began = -2, 0.0
     clip = Clip(frames=16, stride=2)
     with VideoLoader(
         url, batch_size=8, clip=clip, size=(112, 112), device=device, decoder=decoder, sidecar=None, drop_last=False
     ) as loader:
-        while done < steps:
+        while batches < steps:
             for batch in loader:
-                done += 1
-                if done == 0:
+                batches += 1
+                if batches == 0:
                     began = time.perf_counter()
                 if model:
                     model.step(batch["video"])
-                if done >= steps:
+                if batches >= steps:
                     break
     if model:
         model.sync()

@@ -76,8 +76,8 @@ def rates(action: Callable[[], float], seconds: float, least: int = 3) -> list[f
     until = time.perf_counter() + seconds
     while len(measured) < least or time.perf_counter() < until:
         began = time.perf_counter()
-        done = action()
-        measured.append(done / (time.perf_counter() - began))
+        amount = action()
+        measured.append(amount / (time.perf_counter() - began))
     return measured
 
 

@@ -55,9 +55,9 @@ def fetch(folder: Path, constraints: Path, python: str = "3.12", requirements: S
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
     command += ["--python-version", python, "--implementation", "cp", "--constraint", str(constraints)]
     command += [part for name in platforms for part in ("--platform", name)]
-    done = subprocess.run([*command, *requirements], capture_output=True, text=True)
-    if done.returncode:
-        raise DrillError(f"pip could not fetch the wheels: {done.stderr.strip()[-800:]}")
+    completed = subprocess.run([*command, *requirements], capture_output=True, text=True)
+    if completed.returncode:
+        raise DrillError(f"pip could not fetch the wheels: {completed.stderr.strip()[-800:]}")
     return in_order(path for path in folder.glob("*.whl") if not _UNUSED.match(path.name))
 
 
@@ -232,9 +232,9 @@ def install(wheels: Sequence[Path], site: Path) -> list[str]:
     if missing_wheels:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
         command += ["--no-cache-dir", "--upgrade", "--target", str(site), *map(str, missing_wheels)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise DrillError(f"pip could not install the wheels: {done.stderr.strip()[-800:]}")
+        completed = subprocess.run(command, capture_output=True, text=True)
+        if completed.returncode:
+            raise DrillError(f"pip could not install the wheels: {completed.stderr.strip()[-800:]}")
     return [wheel.name for wheel in missing_wheels]
 
 

@@ -313,8 +313,8 @@ def floor(where: str, training: Training) -> Built:
         area = areas[0]
         _all(pool, lambda name: np.copyto(_at(area, name), _bytes(values[name])), values)
         paths.append(f"{where}/{len(paths)}")  # replacing a file takes longer than creating one
-        done: Future[None] = writer.submit(_write, paths[-1], area, writers)
-        return lambda: done.result(SECONDS)
+        written: Future[None] = writer.submit(_write, paths[-1], area, writers)
+        return lambda: written.result(SECONDS)
 
     def restore(target: State) -> None:
         fd = _open(paths[-1], os.O_RDONLY)
@@ -345,8 +345,8 @@ class _ReadBuffer(threading.local):
 
 
 def _all(pool: ThreadPoolExecutor, work: Callable[[str], object], names: State) -> None:
-    for done in [pool.submit(work, name) for name in names]:
-        done.result(SECONDS)
+    for future in [pool.submit(work, name) for name in names]:
+        future.result(SECONDS)
 
 
 def _at(area: Area, name: str) -> Bytes:

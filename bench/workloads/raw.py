@@ -190,14 +190,14 @@ def _headrace(
 
     def planned(epoch: int) -> Iterator[list[Files]]:
         """Yield each batch after the next ones are announced."""
-        coming, order = deque[tuple[list[Files], list[sample_reader.Range]]](), _order(dataset, epoch)
+        prefetched, order = deque[tuple[list[Files], list[sample_reader.Range]]](), _order(dataset, epoch)
         while True:
-            for batch in itertools.islice(order, 1 + AHEAD - len(coming)):
-                coming.append((batch, [(one.shard, m.offset, m.length) for one in batch for m in one.members]))
-            if not coming:
+            for batch in itertools.islice(order, 1 + AHEAD - len(prefetched)):
+                prefetched.append((batch, [(one.shard, m.offset, m.length) for one in batch for m in one.members]))
+            if not prefetched:
                 return
-            now, _ = coming.popleft()
-            samples.announce([read for _, reads in coming for read in reads])
+            now, _ = prefetched.popleft()
+            samples.announce([read for _, reads in prefetched for read in reads])
             yield now
 
     read = _reading(fill, lambda files: files.size, staging, stack, threads)

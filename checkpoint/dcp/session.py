@@ -194,7 +194,7 @@ def _commit_staged(
 ) -> None:
     specs, tensors = layouts.in_bands(specs, tensors)
     layout = layouts.lay_out(specs)
-    put = _plan(store, share, specs, layout, tree)
+    plan = _plan(store, share, specs, layout, tree)
     arena = Arena(LEAST_BYTES)
     sliced: SlicedState | None = None
     try:
@@ -203,7 +203,7 @@ def _commit_staged(
             store = device_slices.store(store)
         else:
             sliced = SlicedState(arena, tensors, specs=specs, layout=layout)
-        commit_staged(sliced, put, lambda _: None, store=store)
+        commit_staged(sliced, plan, lambda _: None, store=store)
     finally:
         if sliced is not None:
             sliced.cancel()

@@ -148,12 +148,12 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path, metadata: Metadata | None = None) -> Any:
         """The sharded tensors by key, without data."""
-        known = metadata or self._metadata(checkpoint_dir)
+        entries = metadata or self._metadata(checkpoint_dir)
         return {
             key: ShardedTensor.from_rank_offsets(
                 key, torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             ).without_data()
-            for key, entry in known.state_dict_metadata.items()
+            for key, entry in entries.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
 

@@ -314,9 +314,9 @@ def _call_then_finish(first: Callable[[CallbackArgs], None] | None, args: Callba
 class _Writing(io.RawIOBase):
     """A file that is written to memory. Closing it keeps its content, unless the `with` ends in an error."""
 
-    def __init__(self, done: Callable[[io.BytesIO], None]) -> None:
+    def __init__(self, on_close: Callable[[io.BytesIO], None]) -> None:
         super().__init__()
-        self._data, self._done = io.BytesIO(), done
+        self._data, self._on_close = io.BytesIO(), on_close
 
     def writable(self) -> bool:
         return True
@@ -326,12 +326,12 @@ class _Writing(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._done(self._data)
+            self._on_close(self._data)
         super().close()
 
     def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
         if error is not None:
-            self._done = lambda _: None
+            self._on_close = lambda _: None
         self.close()
 
 

@@ -123,12 +123,12 @@ class GpuFile:
                 file.load_storage(_storage_of(tensor), offset)
             return
         host = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        view, done = memoryview(host.numpy()), 0  # type: ignore[arg-type]
-        while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], offset + done)
+        view, position = memoryview(host.numpy()), 0  # type: ignore[arg-type]
+        while position < len(view):
+            count = os.preadv(self._fd, [view[position:]], offset + position)
             if not count:
-                raise TransientError(f"{self._path} ends after {offset + done} of {offset + len(view)} bytes")
-            done += count
+                raise TransientError(f"{self._path} ends after {offset + position} of {offset + len(view)} bytes")
+            position += count
         _bytes_of(tensor).copy_(host)
 
     def write(self, tensor: torch.Tensor, offset: int) -> None:
@@ -138,9 +138,9 @@ class GpuFile:
                 file.save_storage(_storage_of(tensor), offset)
             self._require_size(offset, tensor.nbytes)
             return
-        view, done = memoryview(_bytes_of(tensor).cpu().numpy()), 0  # type: ignore[arg-type]
-        while done < len(view):
-            done += os.pwritev(self._fd, [view[done:]], offset + done)
+        view, position = memoryview(_bytes_of(tensor).cpu().numpy()), 0  # type: ignore[arg-type]
+        while position < len(view):
+            position += os.pwritev(self._fd, [view[position:]], offset + position)
 
     def sync(self) -> None:
         """Flush written bytes to the disk with `fsync`."""

@@ -145,9 +145,11 @@ class DirectReader:
                 continue
             payload = device_bytes[use.start : use.start + use.length]
             item = chunking.ITEM_BYTES[want.saved.dtype]
-            for done, extent, source, target in sharding.overlap_blocks(use.shard, want.box, item, use.at, use.length):
+            for offset, extent, source, target in sharding.overlap_blocks(
+                use.shard, want.box, item, use.at, use.length
+            ):
                 size = math.prod(extent)
-                grid[target].copy_(payload[done : done + size].view(extent)[source])
+                grid[target].copy_(payload[offset : offset + size].view(extent)[source])
             self._reading.done(use.want)
 
     def _buffer(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

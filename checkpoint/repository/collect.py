@@ -387,9 +387,9 @@ class Retention:
 
     def _apply(self) -> None:
         try:
-            done = retain(self._store, self._run, self._keep, collector=self._collector)
-            if done is not None:
-                steps = ", ".join(str(step.step) for step in done.tombstones)
-                _log.info("removed steps %s, %s", steps or "none", format_bytes(done.bytes_freed))
+            plan = retain(self._store, self._run, self._keep, collector=self._collector)
+            if plan is not None:
+                steps = ", ".join(str(step.step) for step in plan.tombstones)
+                _log.info("removed steps %s, %s", steps or "none", format_bytes(plan.bytes_freed))
         except Exception as error:
             _log.warning("old steps of run %s could not be removed now: %s", self._run, error)

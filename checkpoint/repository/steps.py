@@ -130,12 +130,12 @@ def visible(
     run: str,
     removed: Container[StepName] = (),
     branch: Iterable[Segment] | None = None,
-    known: Mapping[StepName, Base] = MappingProxyType({}),
+    known_steps: Mapping[StepName, Base] = MappingProxyType({}),
 ) -> Iterator[Base]:
     """Steps of the run's newest branch, newest first.
 
     `removed`: steps that are known to be tombstones and are skipped. `branch`: the branch, if the caller has read it
-    already. `known`: committed steps that the caller has read already.
+    already. `known_steps`: committed steps that the caller has read already.
     """
     yielded: set[int] = set()
     for segment in timeline.branch(store, run) if branch is None else branch:
@@ -143,7 +143,7 @@ def visible(
             name = StepName(segment.timeline, at)
             if at in yielded or name in removed:
                 continue
-            base = known.get(name) or recognise(store, run, segment.timeline, at)
+            base = known_steps.get(name) or recognise(store, run, segment.timeline, at)
             if base is not None:
                 yielded.add(at)
                 yield base

@@ -163,7 +163,7 @@ def _current(store: Store, run: str, outcomes: list[_SurveyedStep], report: Repo
     bases = {each.step: each.base for each in outcomes if each.base is not None}
     removed = {each.step for each in outcomes if each.commit is not None and each.commit.tombstone}
     try:
-        return set(repository.visible(store, run, removed, known=bases))
+        return set(repository.visible(store, run, removed, known_steps=bases))
     except (CorruptionError, UnsupportedError) as error:
         report.problems.append(Problem(names.timelines(run), error.message, (f"run {run}",)))
         return set()

@@ -76,16 +76,16 @@ _answers_decoder = msgspec.msgpack.Decoder(list[Answer])
 def places_by_home(manifests: Iterable[Manifest], world_size: int) -> dict[int, bytes]:
     """The messages of a rank that has read these manifests, by home."""
     by_name: dict[str, HeldTensor] = {}
-    other: list[HeldTensor] = []
+    mismatched: list[HeldTensor] = []
     for manifest in manifests:
         for number, t in enumerate(manifest.tensors):
             if not t.replicated:
                 continue
             held = by_name.setdefault(t.name, HeldTensor(t.name, t.dtype, t.shape, []))
             if (held.dtype, held.shape) != (t.dtype, t.shape):  # an error, which the home reports
-                other.append(held := HeldTensor(t.name, t.dtype, t.shape, []))
+                mismatched.append(held := HeldTensor(t.name, t.dtype, t.shape, []))
             held.shards.append(ShardPlace(manifest.rank, number, t.offset, t.local))
-    return _by_home(((each.name, each) for each in (*by_name.values(), *other)), world_size)
+    return _by_home(((each.name, each) for each in (*by_name.values(), *mismatched)), world_size)
 
 
 def names_by_home(names: Iterable[str], world_size: int) -> dict[int, list[str]]:

@@ -157,12 +157,12 @@ def _report(as_json: bool) -> str:
 def _measure_in_process(environment: dict[str, str]) -> float:
     command = [sys.executable, "-m", "headrace.checkpoint.saving.copy_threads", "--once"]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise TransientError(f"copying {_BYTES // MIB} MiB a few times took more than {_SECONDS} s") from None
-    if done.returncode:
-        raise CapacityError(f"copies could not be measured: {done.stderr.strip()[-300:]}")
-    return float(done.stdout)
+    if completed.returncode:
+        raise CapacityError(f"copies could not be measured: {completed.stderr.strip()[-300:]}")
+    return float(completed.stdout)
 
 
 if __name__ == "__main__":

@@ -153,8 +153,8 @@ class Copying:
     def _wait_for_host(self, timeout: float | None) -> None:
         """Wait until no host memory is left to copy and no thread, the trainer's included, is copying."""
         with self._idle:
-            done = self._idle.wait_for(lambda: not self._todo and not self._copying_threads, timeout)
-        if not done:
+            is_idle = self._idle.wait_for(lambda: not self._todo and not self._copying_threads, timeout)
+        if not is_idle:
             raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="the copy continues; wait again")
 
     def _seal(self) -> None:

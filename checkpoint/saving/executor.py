@@ -154,13 +154,13 @@ class SaveExecutor:
 
         `shared`: a sidecar may also be reading the arena and may commit the same attempt.
         """
-        release, done = (save.abandon if shared else save.give_back), False
+        release, is_released = (save.abandon if shared else save.give_back), False
         progress = ProgressFile(None)
 
         def emit(event: Event) -> None:
-            nonlocal done
+            nonlocal is_released
             if isinstance(event, Released):
-                done = True
+                is_released = True
                 release()
 
         try:
@@ -182,7 +182,7 @@ class SaveExecutor:
                 )
                 return result | {"encoded": progress.manifest}
         finally:
-            if not done:
+            if not is_released:
                 release()
 
     def _commit_in_sidecar(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
