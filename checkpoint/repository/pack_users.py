@@ -81,9 +81,9 @@ class PackUsers:
     def done(self) -> None:
         """Report that the caller deleted all packs of the last look that no live attempt needs."""
         for attempt in self._listed if self._users_are_known else ():
-            attempt_itself = self._live.get(attempt)
-            if attempt_itself is None or attempt_itself.decision is not None:
-                users = [*self._users.get(attempt, ()), *([attempt_itself] if attempt_itself is not None else [])]
+            live_attempt = self._live.get(attempt)
+            if live_attempt is None or live_attempt.decision is not None:
+                users = [*self._users.get(attempt, ()), *([live_attempt] if live_attempt is not None else [])]
                 self._done[attempt] = frozenset(each.attempt for each in users)
 
     def _find_users(self, live: list[SeenAttempt]) -> None:
@@ -162,7 +162,9 @@ class PackUsers:
             if packs is None:
                 return None
             by_attempt = {
-                each: self._interned.setdefault(kept, kept) for each, kept in packs.items() if each != attempt.attempt
+                other: self._interned.setdefault(keys, keys)
+                for other, keys in packs.items()
+                if other != attempt.attempt
             }
             self._named[attempt.attempt] = by_attempt
         return by_attempt
@@ -178,7 +180,7 @@ class PackUsers:
         for packs in documents:
             for pack in packs:
                 by_attempt.setdefault(pack.attempt, set()).add(pack.key)
-        return {packs: frozenset(found) for packs, found in by_attempt.items()}
+        return {attempt_id: frozenset(keys) for attempt_id, keys in by_attempt.items()}
 
     def _read(self, key: str) -> tuple[PackName, ...] | None:
         at = names.parse_step_key(key)

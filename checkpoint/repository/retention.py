@@ -131,9 +131,9 @@ def is_over(lease: SeenLease, now: float) -> bool:
 def to_fence(inventory: Inventory, now: float) -> list[SeenAttempt]:
     """Attempts without a decision whose lease has expired or is missing."""
     named = dict(inventory.attempts)
-    for attempt, (held, *_) in inventory.leases.items():
-        if attempt not in named and not held.reads_only:
-            lease = held.lease
+    for attempt, (seen_lease, *_) in inventory.leases.items():
+        if attempt not in named and not seen_lease.reads_only:
+            lease = seen_lease.lease
             named[attempt] = SeenAttempt(StepOfRun(lease.run, lease.timeline, lease.step), attempt)
     return [
         each
