@@ -79,11 +79,11 @@ LEAST_SECONDS = 5
 SHOWS: dict[str, tuple[str, str]] = {
     "probe": ("checks:probe", "the machine: card, PCIe link, driver, versions, what torch, DALI and cuFile see"),
     "nvdec": (
-        "loading:nvdec",
+        "nvdec:nvdec",
         "NVDEC by DALI for h264, hevc, vp9, av1: pixels compared with the CPU's, frames/s, decoder utilisation",
     ),
     "feed": (
-        "loading:feed",
+        "feed:feed",
         "loader to device tensors, copied during a real training step: batches/s, idle share of the device",
     ),
     "staging": (
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.command == "fetch":
             return _fetch(args)
         if args.one:
-            return _one(args.one, args.out, dry=args.dry_run)
+            return _run_part(args.one, args.out, dry=args.dry_run)
         return _drill(args)
     except DrillError as error:
         print(f"gpu_drill: {error}", file=sys.stderr)
@@ -158,11 +158,11 @@ def _fetch(args: argparse.Namespace) -> int:
 
     without = {name.strip().lower().replace("_", "-") for name in args.without.split(",")}
     fetched = wheels.fetch(HOME / f"wheels-{args.python}", ROOT / "constraints.txt", args.python)
-    wanted = [path for path in fetched if path.name.split("-")[0].lower().replace("_", "-") not in without]
-    found = [wheels.smaller(path, HOME / f"small-{args.python}", args.python) for path in wanted]
-    manifest = wheels.split(found, args.pieces)
+    selected = [path for path in fetched if path.name.split("-")[0].lower().replace("_", "-") not in without]
+    shrunk = [wheels.smaller(path, HOME / f"small-{args.python}", args.python) for path in selected]
+    manifest = wheels.split(shrunk, args.pieces)
     size = sum(entry["bytes"] for entry in manifest["wheels"])
-    print(f"{len(found)} wheels, {size / 2**20:.0f} MiB, in {len(manifest['pieces'])} pieces in {args.pieces}")
+    print(f"{len(shrunk)} wheels, {size / 2**20:.0f} MiB, in {len(manifest['pieces'])} pieces in {args.pieces}")
     return 0
 
 
@@ -177,17 +177,17 @@ def _drill(args: argparse.Namespace) -> int:
     environ = _environ(args)
     absent = _absent(environ)
     print(f"missing packages: {', '.join(absent) or 'nothing'}", flush=True)
-    began, found = time.monotonic(), dict[str, dict[str, Any]]()
+    began, results = time.monotonic(), dict[str, dict[str, Any]]()
     for name in names:
-        left = args.budget - (time.monotonic() - began)
+        remaining = args.budget - (time.monotonic() - began)
         if lacking := [package for package in NEEDS[name] if package in absent]:
-            found[name] = _lacking(name, args, lacking)
+            results[name] = _skipped_part(name, args, lacking)
         else:
             uses = [package for package in USES.get(name, ()) if package not in absent]
-            found[name] = _part(name, args, environ, min(args.limit, SECONDS[name], left), uses)
-        _write_results(args.out, _all(args.out, found), args.dry_run)
+            results[name] = _part(name, args, environ, min(args.limit, SECONDS[name], remaining), uses)
+        _write_results(args.out, _all(args.out, results), args.dry_run)
     print(f"\nwrote {args.out / 'drill.json'} and {args.out / 'drill.md'}")
-    bad = [part for part in found.values() if (part["status"] != "done" and not part.get("lacking")) or _errors(part)]
+    bad = [part for part in results.values() if (part["status"] != "done" and not part.get("lacking")) or _errors(part)]
     return 1 if bad else 0
 
 
@@ -203,35 +203,35 @@ def _absent(environ: dict[str, str]) -> list[str]:
         "        return False\n"
         "print(*[name for name in sys.argv[1:] if not found(name)])"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program, *names], env=environ, capture_output=True, text=True, timeout=120
     )
-    return done.stdout.split()
+    return completed.stdout.split()
 
 
-def _lacking(name: str, args: argparse.Namespace, lacking: Sequence[str]) -> dict[str, Any]:
+def _skipped_part(name: str, args: argparse.Namespace, lacking: Sequence[str]) -> dict[str, Any]:
     """Return the result of a part that lacks packages. Its earlier measurements with them stay."""
-    known = _read(args.out / "parts" / f"{name}.json")
-    if known and known.get("status") == "done":
-        return known
+    earlier = _read(args.out / "parts" / f"{name}.json")
+    if earlier and earlier.get("status") == "done":
+        return earlier
     why = f"missing: {', '.join(lacking)}; `fetch` downloads it, on a machine with a network"
     print(f"{name}: skipped, {why}", flush=True)
     return {"name": name, "status": "skipped", "why": why, "lacking": list(lacking)}
 
 
-def _all(out: Path, found: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _all(out: Path, results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the results of the parts of this run and of earlier runs."""
     before = {name: _read(out / "parts" / f"{name}.json") for name in PARTS}
-    return [part for name in PARTS if (part := found.get(name) or before[name]) is not None]
+    return [part for name in PARTS if (part := results.get(name) or before[name]) is not None]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
     """Read the file of a part; None if it is missing or incomplete."""
     try:
-        known: dict[str, Any] = json.loads(path.read_text())
+        result: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return known
+    return result
 
 
 def _environ(args: argparse.Namespace) -> dict[str, str]:
@@ -264,11 +264,11 @@ def _part(
     name: str, args: argparse.Namespace, environ: dict[str, str], seconds: float, uses: Sequence[str] = ()
 ) -> dict[str, Any]:
     path = args.out / "parts" / f"{name}.json"
-    known = _read(path)
-    same = known and known.get("dry") == args.dry_run and known.get("uses", []) == list(uses)
-    if known and same and not args.again and known.get("status") == "done":
+    earlier = _read(path)
+    same = earlier and earlier.get("dry") == args.dry_run and earlier.get("uses", []) == list(uses)
+    if earlier and same and not args.again and earlier.get("status") == "done":
         print(f"{name}: done before", flush=True)
-        return known
+        return earlier
     if seconds < LEAST_SECONDS:
         return {"name": name, "status": "skipped", "why": "the budget was spent; run the command again"}
     path.unlink(missing_ok=True)
@@ -276,16 +276,14 @@ def _part(
     began = time.monotonic()
     print(f"{name} (at most {seconds:.0f} s) …", flush=True)
     why = _run([*command, *(["--dry-run"] if args.dry_run else [])], environ, seconds, path.with_suffix(".log"))
-    found: dict[str, Any] = _read(path) or {"name": name, "status": "failed"}
-    if found["status"] != "done":
-        found["why"] = why
-    found |= {"seconds": round(time.monotonic() - began, 1), "dry": args.dry_run, "uses": list(uses)}
-    path.write_text(json.dumps(found, indent=1))
-    print(
-        f"{name}: {found['status']} in {found['seconds']} s {'; '.join(_errors(found)) or found.get('why', '')}"[:600],
-        flush=True,
-    )
-    return found
+    result: dict[str, Any] = _read(path) or {"name": name, "status": "failed"}
+    if result["status"] != "done":
+        result["why"] = why
+    result |= {"seconds": round(time.monotonic() - began, 1), "dry": args.dry_run, "uses": list(uses)}
+    path.write_text(json.dumps(result, indent=1))
+    why = "; ".join(_errors(result)) or result.get("why", "")
+    print(f"{name}: {result['status']} in {result['seconds']} s {why}"[:600], flush=True)
+    return result
 
 
 def _run(command: Sequence[str], environ: dict[str, str], seconds: float, log: Path) -> str:
@@ -313,7 +311,7 @@ def _errors(part: dict[str, Any]) -> list[str]:
     ]
 
 
-def _one(name: str, out: Path, *, dry: bool) -> int:
+def _run_part(name: str, out: Path, *, dry: bool) -> int:
     """Run one part, in its own process."""
     gpu = not dry and _gpu()
     if not gpu and not dry:
@@ -341,14 +339,14 @@ def _write_results(out: Path, parts: list[dict[str, Any]], dry: bool) -> None:
                 "gpu": part.get("settings", {}).get("name", "none"),
                 "packages": {"torch": part.get("settings", {}).get("torch")},
             }
-    known = [{key: value for key, value in part.items() if key not in ("dry", "uses", "lacking")} for part in parts]
+    published = [{key: value for key, value in part.items() if key not in ("dry", "uses", "lacking")} for part in parts]
     command = ["python", "bench/gpu_drill.py", *(["--dry-run"] if dry else [])]
     started = datetime.now(UTC).isoformat(timespec="seconds")
     run = {
         "command": command,
         "started": started,
         "environment": machine,
-        "parts": known,
+        "parts": published,
         "format": "headrace-bench",
         "version": 1,
     }

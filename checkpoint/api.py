@@ -25,7 +25,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import direct_for
 from headrace.checkpoint.gds.saving import RING_BYTES
-from headrace.checkpoint.handle import Handle, Name, Saves
+from headrace.checkpoint.handle import Handle, Name
 from headrace.checkpoint.lineage import Lineage
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
@@ -34,6 +34,7 @@ from headrace.checkpoint.repository.collect import Retention
 from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.restoring.restorer import Restorer
 from headrace.checkpoint.saver import Options, Saver
+from headrace.checkpoint.saves import Saves
 from headrace.checkpoint.saving.executor import SaveExecutor
 from headrace.checkpoint.saving.slices import check_limit
 from headrace.checkpoint.state.fit import Selection, matching
@@ -336,22 +337,22 @@ class Checkpointer:
             >>> state
             {'epoch': 3}
         """
-        wanted = step if isinstance(step, Base) else repository.step_or_tag(step, tag)
+        requested = step if isinstance(step, Base) else repository.step_or_tag(step, tag)
         source = self._run if run is None else run
 
         def prepare() -> Selection:
             self._check_open()
             self._saves.wait_for_all(self._wait)
-            self._saves.settle()
+            self._saves.forget_ended()
             return Selection.of(include, exclude, strict, cast)
 
-        found = self._restorer.restore(state, source, wanted, prepare, required)
-        if found is None:
+        restored = self._restorer.restore(state, source, requested, prepare, required)
+        if restored is None:
             return None
-        self._lineage.restored(source, found, latest=wanted == "latest")
+        self._lineage.restored(source, restored, latest=requested == "latest")
         if source == self._run:
             self._saves.start_over()
-        return found.base.step
+        return restored.base.step
 
     @property
     def run(self) -> str:
@@ -361,7 +362,7 @@ class Checkpointer:
     def is_committed(self, run: str, attempt: Base) -> bool:
         """Whether this attempt is a committed step of the run, in any timeline."""
         self._check_open()
-        return repository.settled(self._store, run, attempt)
+        return repository.is_step(self._store, run, attempt)
 
     def is_over(self, run: str, attempt: Base) -> bool:
         """Whether a newer timeline prevents this attempt from being committed."""

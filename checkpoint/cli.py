@@ -52,22 +52,22 @@ def _add_common(action: argparse.ArgumentParser) -> None:
 
 def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> None:
     """Add the sub-commands. `common` adds the arguments that all of them have."""
-    made = {name: actions.add_parser(name, help=text) for name, text in _HELP.items()}
-    for parser in made.values():
+    parsers = {name: actions.add_parser(name, help=text) for name, text in _HELP.items()}
+    for parser in parsers.values():
         common(parser)
-    made["retain"].add_argument("--last", type=int, metavar="N", help="keep the newest N steps")
-    made["retain"].add_argument("--every", type=int, metavar="N", help="keep steps whose number is a multiple of N")
-    made["retain"].add_argument(
+    parsers["retain"].add_argument("--last", type=int, metavar="N", help="keep the newest N steps")
+    parsers["retain"].add_argument("--every", type=int, metavar="N", help="keep steps whose number is a multiple of N")
+    parsers["retain"].add_argument(
         "--keep-tags", action="append", metavar="PATTERN", help="keep steps with a tag that matches (default: any tag)"
     )
     for name in ("retain", "gc"):
-        apply_option("remove them")(made[name])
-    made["show"].add_argument("--tensors", action="store_true", help="list every tensor")
+        apply_option("remove them")(parsers[name])
+    parsers["show"].add_argument("--tensors", action="store_true", help="list every tensor")
     for name in ("tag", "untag"):
-        made[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
+        parsers[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
     for name in ("tag", "show"):
-        made[name].add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
-    made["tag"].add_argument("--move", action="store_true", help="move the tag if another step has it")
+        parsers[name].add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
+    parsers["tag"].add_argument("--move", action="store_true", help="move the tag if another step has it")
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
@@ -147,11 +147,11 @@ def run(store: Store, options: argparse.Namespace) -> int:
 def _show(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
         raise UsageError("show needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
-    found = check.describe(store, options.run, options.step, tensors=options.tensors)
+    shown = check.describe(store, options.run, options.step, tensors=options.tensors)
     if options.json:
-        print(json.dumps(msgspec.to_builtins(found), indent=1))
+        print(json.dumps(msgspec.to_builtins(shown), indent=1))
         return 0
-    for line in check.lines(found):
+    for line in check.lines(shown):
         print(one_line(line))
     return 0
 
@@ -161,56 +161,56 @@ def _retain(store: Store, options: argparse.Namespace) -> int:
         raise UsageError("retain needs --run and a policy", hint="for example --run exp42 --last 3 --every 1000")
     keep = Keep(options.last, options.every, tuple(options.keep_tags or ("*",)))
     selected = collect.to_delete(store, options.run, keep)
-    done = collect.collect(store, selected, keep=keep) if options.apply else collect.preview(store, selected)
-    return _print_result(options, done)
+    plan = collect.collect(store, selected, keep=keep) if options.apply else collect.preview(store, selected)
+    return _print_result(options, plan)
 
 
 def _gc(store: Store, options: argparse.Namespace) -> int:
     return _print_result(options, collect.collect(store, ()) if options.apply else collect.preview(store, ()))
 
 
-def _print_result(options: argparse.Namespace, done: Plan) -> int:
+def _print_result(options: argparse.Namespace, plan: Plan) -> int:
     if options.json:
-        print(json.dumps(_as_json(done, applied=options.apply), indent=1))
+        print(json.dumps(_as_json(plan, applied=options.apply), indent=1))
     else:
-        _print_plan(done, applied=options.apply)
+        _print_plan(plan, applied=options.apply)
     return 0
 
 
 def _as_json(plan: Plan, *, applied: bool) -> dict[str, object]:
-    found: dict[str, object] = msgspec.to_builtins(plan)
-    return found | {"bytes_freed": plan.bytes_freed, "applied": applied}
+    fields: dict[str, object] = msgspec.to_builtins(plan)
+    return fields | {"bytes_freed": plan.bytes_freed, "applied": applied}
 
 
 def _print_plan(plan: Plan, *, applied: bool) -> None:
-    done = "" if applied else "would be "
+    would_be = "" if applied else "would be "
     for step in plan.tombstones:
-        print(f"{step.run}  timeline {step.timeline}  step {step.step}: {done}removed")
+        print(f"{step.run}  timeline {step.timeline}  step {step.step}: {would_be}removed")
     for step in plan.spared:
         print(f"{step.run}  timeline {step.timeline}  step {step.step}: stays (a live process or the policy needs it)")
     for attempt in plan.aborted:
-        print(f"attempt {attempt}: {done}aborted, because its lease has expired")
+        print(f"attempt {attempt}: {would_be}aborted, because its lease has expired")
     for key, size in plan.objects[:_MAX_LINES]:
-        print(f"{key}: {done}deleted" + (f", {format_bytes(size)}" if size else ""))
+        print(f"{key}: {would_be}deleted" + (f", {format_bytes(size)}" if size else ""))
     if len(plan.objects) > _MAX_LINES:
         print(f"and {len(plan.objects) - _MAX_LINES} more objects")
-    print(f"{format_bytes(plan.bytes_freed)} {done}freed, {format_bytes(plan.kept_bytes)} of packs stay")
+    print(f"{format_bytes(plan.bytes_freed)} {would_be}freed, {format_bytes(plan.kept_bytes)} of packs stay")
     if not applied and not plan.empty:
         print("nothing was changed; --apply executes the plan")
 
 
 def _du(store: Store, options: argparse.Namespace) -> int:
-    found = usage.usage(store, options.run)
+    total = usage.usage(store, options.run)
     if options.json:
-        print(json.dumps(asdict(found), indent=1))
+        print(json.dumps(asdict(total), indent=1))
         return 0
-    for each in found.runs:
-        steps, state, stored = counted(each.steps, "step"), format_bytes(each.state), format_bytes(each.stored)
-        rest = f"  {format_bytes(each.other_stored)} of attempts that are no step" if each.other_packs else ""
-        print(f"{each.run}  {steps}  {state} of state  {stored} stored in {counted(each.packs, 'pack')}{rest}")
-    if found.unknown_packs:
-        print(f"{format_bytes(found.unknown_stored)} in {counted(found.unknown_packs, 'pack')} of no run")
-    print(f"{format_bytes(found.stored)} in {counted(found.packs, 'pack')}")
+    for run in total.runs:
+        steps, state, stored = counted(run.steps, "step"), format_bytes(run.state), format_bytes(run.stored)
+        others = f"  {format_bytes(run.other_stored)} of attempts that are no step" if run.other_packs else ""
+        print(f"{run.run}  {steps}  {state} of state  {stored} stored in {counted(run.packs, 'pack')}{others}")
+    if total.unknown_packs:
+        print(f"{format_bytes(total.unknown_stored)} in {counted(total.unknown_packs, 'pack')} of no run")
+    print(f"{format_bytes(total.stored)} in {counted(total.packs, 'pack')}")
     return 0
 
 
@@ -230,13 +230,13 @@ def _untag(store: Store, options: argparse.Namespace) -> int:
 
 
 def _tags(store: Store, options: argparse.Namespace) -> int:
-    found = [tag for tag in tags.all_tags(store) if options.run in (None, tag.run)]
+    listed = [tag for tag in tags.all_tags(store) if options.run in (None, tag.run)]
     if options.json:
-        print(json.dumps([msgspec.to_builtins(tag) for tag in found], indent=1))
+        print(json.dumps([msgspec.to_builtins(tag) for tag in listed], indent=1))
         return 0
-    for tag in found:
+    for tag in listed:
         print(_line(tag))
-    if not found:
+    if not listed:
         print("no tags")
     return 0
 

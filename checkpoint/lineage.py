@@ -127,7 +127,7 @@ class Lineage:
 
         If the latest step is being removed, a newer one is looked up.
         """
-        for left in reversed(range(_LOOKS)):
+        for tries_left in reversed(range(_LOOKS)):
             found = tier.find(self._store, run, step)
             if found is None or found.offline:
                 break
@@ -135,7 +135,7 @@ class Lineage:
                 (self._parent_lease if run == self._run else self._fork_lease).hold(run, found.base)
                 break
             except NotFoundError:
-                if step != "latest" or not left:
+                if step != "latest" or not tries_left:
                     raise
         return found
 
@@ -177,8 +177,8 @@ class Lineage:
         if repository.find(self._store, self._run, "latest") is not None:
             return None
         run, step = self._origin
-        found = repository.find(self._store, run, step)
-        return None if found is None else msgspec.structs.replace(found, run=run)
+        base = repository.find(self._store, run, step)
+        return None if base is None else msgspec.structs.replace(base, run=run)
 
     def _check_offline_restore(self) -> None:
         """Raise if a step that was restored as the latest while the store was unreachable is not the latest."""
@@ -203,8 +203,8 @@ class ParentLease:
         A step that is held already is only checked.
         """
         with self._lock:
-            held = self._lease
-        if held is not None and held[1:] == (run, base) and held[0].alive():
+            current = self._lease
+        if current is not None and current[1:] == (run, base) and current[0].alive():
             repository.require_exists(self._store, run, base)
             return
         self.release()
@@ -233,6 +233,6 @@ class ParentLease:
     def release(self) -> None:
         """Release the lease."""
         with self._lock:
-            held, self._lease = self._lease, None
-        if held is not None:
-            held[0].release()
+            current, self._lease = self._lease, None
+        if current is not None:
+            current[0].release()

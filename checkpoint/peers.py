@@ -118,13 +118,13 @@ class PeerConnection:
 
 def wait_closed(address: bytes) -> None:
     """Return when the probe is closed, or its process has ended."""
-    with contextlib.suppress(OSError), socket.create_connection(_unpacked(address)) as connection:
+    with contextlib.suppress(OSError), socket.create_connection(_unpack_address(address)) as connection:
         connection.recv(1)
 
 
 def _connect(address: bytes, keeping: tuple[int, int, int]) -> socket.socket:
     """Start a connection without waiting for it."""
-    host, port = _unpacked(address)
+    host, port = _unpack_address(address)
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     connection.setblocking(False)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -159,11 +159,11 @@ def _own_host() -> str:
     master, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not master:
         return socket.gethostbyname(socket.gethostname())
-    found = socket.getaddrinfo(master, int(port or 9), type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = found[0]
-    with socket.socket(family, kind, protocol) as towards:
-        towards.connect(address)  # a datagram socket sends nothing here; the kernel chooses the route
-        return str(towards.getsockname()[0])
+    addresses = socket.getaddrinfo(master, int(port or 9), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = addresses[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # a datagram socket sends nothing here; the kernel chooses the route
+        return str(probe.getsockname()[0])
 
 
 def _packed(host: str, port: int) -> bytes:
@@ -172,7 +172,7 @@ def _packed(host: str, port: int) -> bytes:
     return wide.packed + port.to_bytes(2, "big")
 
 
-def _unpacked(address: bytes) -> tuple[str, int]:
+def _unpack_address(address: bytes) -> tuple[str, int]:
     wide = ipaddress.IPv6Address(address[:16])
     return str(wide.ipv4_mapped or wide), int.from_bytes(address[16:], "big")
 
@@ -212,7 +212,7 @@ class Peers:
 
     def failed_ranks(self, ranks: Sequence[int]) -> str:
         """Describes which of `ranks` have ended or are on a silent node; "" for none."""
-        ended = [r for r in ranks if r in self._local and _started(self._local[r][0]) != self._local[r][1]]
+        ended = [r for r in ranks if r in self._local and _start_time(self._local[r][0]) != self._local[r][1]]
         connection, watched = self._connection, self._watched
         if connection is not None and watched is not None and watched in ranks and connection.state() == ENDED:
             ended.append(watched)
@@ -231,9 +231,9 @@ class Peers:
 
     def close(self) -> None:
         """Close the connections to the other ranks."""
-        for each in (self._connection, self._probe):
-            if each is not None:
-                each.close()
+        for connection in (self._connection, self._probe):
+            if connection is not None:
+                connection.close()
 
 
 def watched_rank(places: Sequence[bytes], rank: int) -> int | None:
@@ -251,7 +251,7 @@ def watched_rank(places: Sequence[bytes], rank: int) -> int | None:
 
 def card(probe: PeerProbe | None = None) -> bytes:
     """This process's entry for `Peers`: its node, pid, start time and probe. The size is always the same."""
-    return _CARD.pack(_place(), os.getpid(), _started(os.getpid()), probe.address if probe else bytes(ADDRESS_BYTES))
+    return _CARD.pack(_place(), os.getpid(), _start_time(os.getpid()), probe.address if probe else bytes(ADDRESS_BYTES))
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -267,7 +267,7 @@ def _place() -> bytes:
     return digest(f"{boot}{space}{socket.gethostname()}".encode())[:8]
 
 
-def _started(pid: int) -> int:
+def _start_time(pid: int) -> int:
     """The start time of a process in clock ticks; 0 if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

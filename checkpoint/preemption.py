@@ -82,25 +82,25 @@ class BitExchange:
         self._group = dist.new_group(backend="gloo") if world_size > 1 else None
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
 
-    def any(self, own: bool) -> bool:
+    def any(self, value: bool) -> bool:
         if self._group is None:
-            return own
+            return value
         before = False
         if self._sent is not None:
             work, result = self._sent
             work.wait()
             before = bool(result.item())
-        sent = torch.tensor([int(own)])
+        sent = torch.tensor([int(value)])
         work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._sent = work, sent
         return before
 
-    def any_now(self, own: bool, seconds: float) -> bool:
+    def any_now(self, value: bool, seconds: float) -> bool:
         """Whether any rank passes True in this call. It waits for all ranks."""
         if self._group is None:
-            return own
-        result = torch.tensor([int(own)])
+            return value
+        result = torch.tensor([int(value)])
         work = dist.all_reduce(result, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=seconds))
@@ -242,12 +242,12 @@ class Preemption:
             handle.wait(self._remaining)
         return self._saver.last_save_of(step)
 
-    def _any_committed(self, own: bool) -> bool:
+    def _any_committed(self, is_committed_here: bool) -> bool:
         """Whether any rank saw the step committed; it is then committed for all."""
         try:
-            return self._exchange.any_now(own, self._remaining + _VOTE_SECONDS)
+            return self._exchange.any_now(is_committed_here, self._remaining + _VOTE_SECONDS)
         except Exception:  # a lost rank does not change a committed step
-            if not own:
+            if not is_committed_here:
                 raise
             return True
 

@@ -49,12 +49,12 @@ class Request(Protocol):
 class Ranks:
     """This process's rank and the world size.
 
-    `_own` and `_tables`: this rank's and all tables of the last `gather`.
+    `_table` and `_tables`: this rank's and all tables of the last `gather`.
     """
 
     rank: int
     world_size: int
-    _own: bytes = b""
+    _table: bytes = b""
     _tables: list[bytes] = field(default_factory=list)
     _group: dist.ProcessGroup | None = None
 
@@ -105,12 +105,12 @@ class Ranks:
         """Every rank's table, by rank. If no table has changed, this costs one small all-reduce."""
         if self.world_size == 1:
             return [table]
-        changed = not self._tables or table != self._own
+        changed = not self._tables or table != self._table
         flag, *size = _maximum(bytes([changed]) + _NUMBER.pack(len(table)))
         if flag:
             longest = _NUMBER.unpack(bytes(size))[0]
             framed = (_NUMBER.pack(len(table)) + table).ljust(_NUMBER.size + longest, b"\0")
-            self._own, self._tables = table, [_unframed(each) for each in _all(framed, self.world_size)]
+            self._table, self._tables = table, [_unframed(each) for each in _all(framed, self.world_size)]
         return self._tables
 
     def maximum(self, sent: bytes) -> bytes:
@@ -143,15 +143,15 @@ class Ranks:
     def _all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
         parts = [sent.get(rank, b"") for rank in range(self.world_size)]
         sizes = torch.tensor([len(part) for part in parts], dtype=torch.int64, device=_device())
-        incoming = torch.empty_like(sizes)
-        dist.all_to_all_single(incoming, sizes)
-        lengths = incoming.tolist()
+        incoming_sizes = torch.empty_like(sizes)
+        dist.all_to_all_single(incoming_sizes, sizes)
+        lengths = incoming_sizes.tolist()
         self._require_room(max(sum(map(len, parts)), sum(lengths)))
         joined = torch.frombuffer(bytearray(b"".join(parts)) or bytearray(1), dtype=torch.uint8)
         outgoing = joined[: sum(map(len, parts))].to(_device())
-        got = torch.empty(sum(lengths), dtype=torch.uint8, device=outgoing.device)
-        dist.all_to_all_single(got, outgoing, lengths, sizes.tolist())
-        received, ends = bytes(got.cpu().numpy()), list(itertools.accumulate(lengths))
+        incoming_bytes = torch.empty(sum(lengths), dtype=torch.uint8, device=outgoing.device)
+        dist.all_to_all_single(incoming_bytes, outgoing, lengths, sizes.tolist())
+        received, ends = bytes(incoming_bytes.cpu().numpy()), list(itertools.accumulate(lengths))
         return {
             rank: received[end - length : end]
             for rank, (length, end) in enumerate(zip(lengths, ends, strict=True))
@@ -161,9 +161,9 @@ class Ranks:
     def _require_room(self, size: int) -> None:
         """Raise `CapacityError` on all ranks if one of them would send or receive too many bytes. Collective."""
         if _maximum(bytes([size > EXCHANGE_BYTES]))[0]:
-            own = f"rank {self.rank} has {size}" if size > EXCHANGE_BYTES else "another rank has more"
+            excess = f"rank {self.rank} has {size}" if size > EXCHANGE_BYTES else "another rank has more"
             raise CapacityError(
-                f"the ranks cannot exchange what they hold of the state: {own} bytes; the limit is {EXCHANGE_BYTES}",
+                f"the ranks cannot exchange what they hold of the state: {excess} bytes; the limit is {EXCHANGE_BYTES}",
                 hint="save fewer and larger tensors, for example stack those of a list",
             )
 
@@ -177,23 +177,23 @@ class Ranks:
         return self._group
 
     def _exchange(self, number: int, message: bytes, error: Exception | None, alike: Alike) -> bytes:
-        own = message if self.rank == 0 and error is None else b""
-        assert len(own) <= _MESSAGE_BYTES
+        own_message = message if self.rank == 0 and error is None else b""
+        assert len(own_message) <= _MESSAGE_BYTES
         number = max(number, 0)
         flags = bytes(int(rank == self.rank and error is not None) for rank in range(self.world_size))
         numbers = _NUMBER.pack(number) + _NUMBER.pack(~number & (1 << 64) - 1)
-        sent = flags + numbers + struct.pack(">H", len(own)) + own.ljust(_MESSAGE_BYTES, b"\0")
-        got = _maximum(sent)
-        failed = [rank for rank in range(self.world_size) if got[rank]]
+        sent = flags + numbers + struct.pack(">H", len(own_message)) + own_message.ljust(_MESSAGE_BYTES, b"\0")
+        combined = _maximum(sent)
+        failed = [rank for rank in range(self.world_size) if combined[rank]]
         if failed:
             reason = self._reasons(error)[failed[0]]
             if error is None:
                 raise _error_on(failed[0], reason, alike)
-        if error is None and got[self.world_size :][: len(numbers)] != numbers:
+        if error is None and combined[self.world_size :][: len(numbers)] != numbers:
             raise UsageError(
                 "the ranks request different steps", hint="call save and restore with the same step everywhere"
             )
-        tail = got[self.world_size + len(numbers) :]
+        tail = combined[self.world_size + len(numbers) :]
         return tail[2 : 2 + struct.unpack(">H", tail[:2])[0]]
 
     @contextlib.contextmanager
@@ -238,10 +238,10 @@ class PendingError(contextlib.AbstractContextManager["PendingError"]):
 
 def _error_on(rank: int, reason: str, alike: Alike) -> HeadraceError:
     """The error of a rank that learns that another rank has failed."""
-    kind, _, text = reason.partition(": ")
-    for each in alike:
-        if each.__name__ == kind:
-            return each(f"rank {rank}: {text}")
+    name, _, text = reason.partition(": ")
+    for kind in alike:
+        if kind.__name__ == name:
+            return kind(f"rank {rank}: {text}")
     return TransientError(
         f"rank {rank} could not take part: {reason}", hint="see that rank's log for the complete error"
     )
@@ -269,10 +269,10 @@ def _maximum(sent: bytes) -> bytes:
 
 @explained()
 def _all(sent: bytes, world_size: int) -> list[bytes]:
-    own = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
-    got = [torch.empty_like(own) for _ in range(world_size)]
-    dist.all_gather(got, own)
-    return [bytes(each.cpu().numpy()) for each in got]
+    message = torch.frombuffer(bytearray(sent), dtype=torch.uint8).to(_device())
+    gathered = [torch.empty_like(message) for _ in range(world_size)]
+    dist.all_gather(gathered, message)
+    return [bytes(each.cpu().numpy()) for each in gathered]
 
 
 def _unframed(framed: bytes) -> bytes:

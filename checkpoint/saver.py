@@ -25,7 +25,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.saving import DeviceSlices
-from headrace.checkpoint.handle import Handle, Name, SaveResult, Saves
+from headrace.checkpoint.handle import Handle, Name, SaveResult
 from headrace.checkpoint.lineage import Lineage, Ticket
 from headrace.checkpoint.peers import PeerProbe, Peers, card
 from headrace.checkpoint.ranks import Ranks
@@ -33,6 +33,7 @@ from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.collect import Retention
 from headrace.checkpoint.repository.commit import Attempt, FinalError
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE
+from headrace.checkpoint.saves import Saves
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.arena import Arena, Staging
 from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tensors, optimizers_in
@@ -204,14 +205,14 @@ class Saver:
         """Names of replicated tensors that differ between ranks. The ranks concerned and rank 0 log them."""
         if self._options.check_replicas == "off" or self._ranks.world_size == 1:
             return ()
-        found = comparing.diverged(prepared, self._ranks, step)
-        concerned = any(self._ranks.rank in (0, *each.ranks) for each in found)
+        differing = comparing.diverged(prepared, self._ranks, step)
+        concerned = any(self._ranks.rank in (0, *each.ranks) for each in differing)
         if concerned:
-            metrics.checkpoint_replicas_diverged.inc(len(found))
-        if found and self._options.check_replicas == "error":
+            metrics.checkpoint_replicas_diverged.inc(len(differing))
+        if differing and self._options.check_replicas == "error":
             raise MismatchError(
                 f"step {step} is not saved: tensors with the same name, which are written once, differ between ranks: "
-                f"{', '.join(map(str, found[:8]))}",
+                f"{', '.join(map(str, differing[:8]))}",
                 hint="give values of one rank (a pipeline stage, experts) a separate name, as in "
                 '{f"stage{stage}": model}; if they should be equal, check those ranks; check_replicas="warn" saves one of them',
             )
@@ -219,9 +220,9 @@ class Saver:
             _log.warning(
                 "step %d: tensors that should be the same on several ranks differ: %s",
                 step,
-                ", ".join(map(str, found[:8])),
+                ", ".join(map(str, differing[:8])),
             )
-        return tuple(each.name for each in found)
+        return tuple(each.name for each in differing)
 
     # the copy
 
@@ -245,8 +246,8 @@ class Saver:
                 copying = self._copy(staging, arena, state, prepared.tensors, specs, layout)
             undo.callback(copying.cancel)
             handle.follow(copying)
-            put = self._plan(step, ticket, prepared)
-            save = self._staged_save(put, staging, arena, copying, handle, urgent)
+            put_plan = self._plan(step, ticket, prepared)
+            save = self._staged_save(put_plan, staging, arena, copying, handle, urgent)
             threading.Thread(
                 target=self._commit_staged, args=(save, handle, copying, name), name=f"headrace-save-{step}"
             ).start()
@@ -295,7 +296,7 @@ class Saver:
 
     def _staged_save(
         self,
-        put: plan.PutPlan,
+        put_plan: plan.PutPlan,
         staging: Staging,
         arena: Arena,
         copying: Copying | SlicedState,
@@ -305,7 +306,7 @@ class Saver:
         sliced = copying if isinstance(copying, SlicedState) else None
         peers = self._peers
         return StagedSave(
-            plan=put,
+            plan=put_plan,
             arena_fd=-1 if sliced else arena.fd,
             view=(lambda: sliced) if sliced is not None else arena.view,
             give_back=staging.give_back if sliced is None else _after(sliced, staging.give_back),
@@ -354,10 +355,12 @@ class Saver:
             self._retention.committed()
         handle.set_result(saved)  # last: the caller may close the store as soon as it is set
 
-    def _failed(self, put: plan.PutPlan, handle: Handle, error: BaseException) -> None:
+    def _failed(self, put_plan: plan.PutPlan, handle: Handle, error: BaseException) -> None:
         self._log_failure(handle.step, error)
         if not handle.may_commit_after(error):
-            self._abort(Attempt(put.run, put.timeline, put.step, put.attempt, put.world_size), error)
+            self._abort(
+                Attempt(put_plan.run, put_plan.timeline, put_plan.step, put_plan.attempt, put_plan.world_size), error
+            )
         handle.set_error(error)  # last: the caller may close the store as soon as it is set
 
     # when this rank has failed

@@ -83,13 +83,13 @@ def copy_overlap(
     `payload` holds the bytes of `source` from byte `start` on. `memory` holds all of `target`, row-major.
     """
     into = np.frombuffer(memory, np.uint8)
-    given = np.frombuffer(payload, np.uint8)
+    source_bytes = np.frombuffer(payload, np.uint8)
     if source == target:
-        np.copyto(into[start : start + len(given)], given)
+        np.copyto(into[start : start + len(source_bytes)], source_bytes)
         return
     grid = into.reshape((*target.local, item_bytes))
-    for done, extent, from_, to in overlap_blocks(source, target, item_bytes, start, len(given)):
-        np.copyto(grid[to], given[done : done + math.prod(extent)].reshape(extent)[from_])
+    for offset, extent, from_, to in overlap_blocks(source, target, item_bytes, start, len(source_bytes)):
+        np.copyto(grid[to], source_bytes[offset : offset + math.prod(extent)].reshape(extent)[from_])
 
 
 def overlap_blocks(
@@ -104,11 +104,11 @@ def overlap_blocks(
     - the slices of the box that belong to `target`,
     - the slices of `target` that they go to.
     """
-    done = 0
-    for (_, extent), found in _walk(source, target, item_bytes, start, length):
-        if found is not None:
-            yield done, extent, *found
-        done += math.prod(extent)
+    offset = 0
+    for (_, extent), slices in _walk(source, target, item_bytes, start, length):
+        if slices is not None:
+            yield offset, extent, *slices
+        offset += math.prod(extent)
 
 
 _Slices = tuple[slice, ...]
@@ -148,8 +148,8 @@ def coverage_error(boxes: Sequence[Box]) -> str | None:
     pair = _overlap(full, 0)
     if pair is not None:
         return f"shards at {list(pair[0].offset)} and {list(pair[1].offset)} overlap"
-    held, all_of_it = sum(math.prod(box.local) for box in full), math.prod(boxes[0].shape)
-    return None if held == all_of_it else f"its shards hold {held} of {all_of_it} elements"
+    covered, elements = sum(math.prod(box.local) for box in full), math.prod(boxes[0].shape)
+    return None if covered == elements else f"its shards hold {covered} of {elements} elements"
 
 
 def _overlap(boxes: Sequence[Box], dim: int) -> tuple[Box, Box] | None:
@@ -163,26 +163,26 @@ def _overlap(boxes: Sequence[Box], dim: int) -> tuple[Box, Box] | None:
     edges = sorted(same)
     if any(a + n > b for (a, n), (b, _) in itertools.pairwise(edges)):
         return next((pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])), None)
-    found = (_overlap(group, dim + 1) for group in same.values())
-    return next((pair for pair in found if pair is not None), None)
+    pairs = (_overlap(group, dim + 1) for group in same.values())
+    return next((pair for pair in pairs if pair is not None), None)
 
 
 Held = tuple[str, int, Sequence[int]]
 """Name, size in bytes, and the ranks that hold these bytes, ascending."""
 
 
-def assign_writers(held: Iterable[Held]) -> dict[str, int]:
+def assign_writers(tensors: Iterable[Held]) -> dict[str, int]:
     """The rank that writes each tensor, balanced by bytes. The largest tensors are assigned first.
 
     A rank may leave out tensors that it does not hold.
     """
     groups: dict[Sequence[int], list[tuple[int, str]]] = defaultdict(list)
-    for name, nbytes, ranks in held:
+    for name, nbytes, ranks in tensors:
         groups[ranks if isinstance(ranks, range) else tuple(ranks)].append((-nbytes, name))
-    found: dict[str, int] = {}
+    writers: dict[str, int] = {}
     for ranks, members in groups.items():
         loads = [(0, rank) for rank in sorted(ranks)]
         for negative, name in sorted(members):
-            load, found[name] = loads[0]
-            heapq.heapreplace(loads, (load - negative, found[name]))
-    return found
+            load, writers[name] = loads[0]
+            heapq.heapreplace(loads, (load - negative, writers[name]))
+    return writers

@@ -62,7 +62,7 @@ class Job:
         self.bucket = Bucket(self.simulation, latency=latency)
         self.store, self.clock = SimulatedStore(self.bucket), self.simulation.clock
         self._puts: list[tuple[float, str]] = []
-        self._own: dict[int, OwnManifest | None] = {}
+        self._own_manifests: dict[int, OwnManifest | None] = {}
         self.bucket.watch = self._watch
         self.bucket.apply_put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
         self.simulation.start(timeline.open_timeline, self.store, RUN, None, self.clock)
@@ -77,14 +77,14 @@ class Job:
         self._puts.clear()
         for rank in range(self.ranks):
             begins = self._draw.uniform(0, UPLOADS_WITHIN)
-            self.simulation.start(self._one, rank, step, attempt, bases, at=begins, process=Process(str(rank)))
+            self.simulation.start(self._save, rank, step, attempt, bases, at=begins, process=Process(str(rank)))
         self._run()
         last = max(at for at, key in self._puts if key.endswith(".manifest"))
         committed = min(at for at, key in self._puts if key.endswith("/COMMIT"))
         requests = sum(self.bucket.requests.values()) - before
         return Save(Base(1, step, attempt), requests, committed - last, self.simulation.now - last)
 
-    def _one(self, rank: int, step: int, attempt: str, bases: tuple[Base, ...]) -> None:
+    def _save(self, rank: int, step: int, attempt: str, bases: tuple[Base, ...]) -> None:
         specs = specs_of(rank, self.ranks, self._tensors)
         place = chunking.lay_out(specs)
         arena = memoryview(bytearray(step.to_bytes(4, "big") * (place.total // 4 + 1)))[: place.total]
@@ -103,11 +103,11 @@ class Job:
             replicas=self._plan,
             commit_timeout=_TIMEOUT,
             lease_seconds=60.0,
-            own_manifest=self._own.get(rank),
+            own_manifest=self._own_manifests.get(rank),
         )
         progress = ProgressFile(None)
         result = commit_staged(arena, planned, lambda _: None, store=self.store, progress=progress, clock=self.clock)
-        self._own[rank] = own_manifest_of(result, progress.manifest)
+        self._own_manifests[rank] = own_manifest_of(result, progress.manifest)
 
     def _run(self) -> None:
         """Run the tasks that were started to their end, and raise the first error of one."""

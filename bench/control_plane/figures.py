@@ -1,7 +1,8 @@
 """`headrace bench simulate --control-plane`: what a large job spends on plans, commits and restores.
 
-The figures come from the real code of all ranks in virtual time (`plan`, `commit`, `restore`), or, for CPU and memory of a
-restore, from the real code of one rank of a job of that size (`one_rank`). `steps` measures a repository of many steps.
+Most figures come from the real code of all ranks in virtual time (`plan`, `commit`, `restore`). CPU and memory of a
+restore come from the real code of one rank of a job of that size (`one_rank`). `steps` measures a repository of many
+steps.
 A job that is too large for one process is extrapolated: three smaller jobs are measured, and a line is fitted to them.
 Each job runs in a process of its own, so that its peak memory is known.
 
@@ -52,7 +53,7 @@ class Figures:
 
 def figures(ranks: int, latency: float, progress: Progress, largest: Mapping[str, int] = LARGEST) -> Figures:
     """Measure a job of `ranks` ranks, whose store answers after `latency` seconds."""
-    found = Figures()
+    collected = Figures()
     measured: tuple[tuple[str, Callable[[int], dict[str, float]]], ...] = (
         ("plan", _plan),
         ("commit", lambda size: _commit(size, latency)),
@@ -65,44 +66,44 @@ def figures(ranks: int, latency: float, progress: Progress, largest: Mapping[str
             progress(f"{name}, {size} ranks", number / 5)
             results.append(measure(size))
         for quantity in results[0]:
-            _add(found, quantity, ranks, sizes, [each[quantity] for each in results])
+            _add(collected, quantity, ranks, sizes, [each[quantity] for each in results])
     progress(f"{STEPS:,} steps", 3 / 5)
-    found.values |= {name: value for name, value in _run("steps", STEPS, ranks, latency).items() if name in METRICS}
+    collected.values |= {name: value for name, value in _run("steps", STEPS, ranks, latency).items() if name in METRICS}
     progress(f"restore, one of {ranks} ranks", 4 / 5)
-    one = _run("one_rank", ranks)
-    found.values |= {"restore_cpu_s": one["cpu_seconds"], "restore_peak_mib": one["mib"]}
-    return found
+    of_one_rank = _run("one_rank", ranks)
+    collected.values |= {"restore_cpu_s": of_one_rank["cpu_seconds"], "restore_peak_mib": of_one_rank["mib"]}
+    return collected
 
 
-def _add(found: Figures, quantity: str, ranks: int, sizes: Sequence[int], values: Sequence[float]) -> None:
+def _add(collected: Figures, quantity: str, ranks: int, sizes: Sequence[int], values: Sequence[float]) -> None:
     if sizes == [ranks]:
-        found.values[quantity] = values[0]
+        collected.values[quantity] = values[0]
         return
     slope, constant = np.polyfit(sizes, values, 1)
-    found.values[quantity] = round(float(constant + slope * ranks), 3)
+    collected.values[quantity] = round(float(constant + slope * ranks), 3)
     law = f"{constant:.4g} + {slope:.4g} * ranks"
-    found.laws[quantity] = {"extrapolated": True, "law": law, "sizes": list(sizes), "measured": list(values)}
+    collected.laws[quantity] = {"extrapolated": True, "law": law, "sizes": list(sizes), "measured": list(values)}
 
 
 def _run(module: str, *arguments: float) -> dict[str, float]:
     """Run a module of this package as a program, and return what it prints."""
     command = [sys.executable, "-m", f"headrace.bench.control_plane.{module}", *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    completed = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    printed: dict[str, float] = json.loads(completed.stdout)
+    return printed
 
 
 def _plan(ranks: int) -> dict[str, float]:
-    one = _run("plan", ranks)
-    return {"plan_cpu_s": one["most_cpu_seconds"], "plan_peak_mib": one["mib"]}
+    measured = _run("plan", ranks)
+    return {"plan_cpu_s": measured["most_cpu_seconds"], "plan_peak_mib": measured["mib"]}
 
 
 def _commit(ranks: int, latency: float) -> dict[str, float]:
-    one = _run("commit", ranks, latency)
+    measured = _run("commit", ranks, latency)
     return {
-        "commit_s": one["commit_seconds"],
-        "save_requests": one["requests"],
-        "later_save_requests": one["later_requests"],
+        "commit_s": measured["commit_seconds"],
+        "save_requests": measured["requests"],
+        "later_save_requests": measured["later_requests"],
     }
 
 

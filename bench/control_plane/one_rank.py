@@ -46,8 +46,8 @@ encode = msgspec.msgpack.encode
 class OtherRanks:
     """The collective operations of one rank; the messages of the others are made by `_received`."""
 
-    def __init__(self, rank: int, world_size: int, own: Manifest, member: _Member) -> None:
-        self.rank, self.world_size, self._own, self._member = rank, world_size, own, member
+    def __init__(self, rank: int, world_size: int, manifest: Manifest, member: _Member) -> None:
+        self.rank, self.world_size, self._manifest, self._member = rank, world_size, manifest, member
         self.seconds, self.bytes = 0.0, 0
         self._stages = iter(
             (
@@ -64,7 +64,7 @@ class OtherRanks:
             )
         )
         self._homed = [name for name in NAMES if home_of(name, world_size) == rank]
-        self._row = {t.name: number for number, t in enumerate(own.tensors)}
+        self._row = {t.name: number for number, t in enumerate(manifest.tensors)}
         self._sharded = [
             (f"{slot}/{name}", dtype, shape)
             for slot, dtype in SLOTS
@@ -92,26 +92,26 @@ class OtherRanks:
         self.seconds += time.process_time() - began
         return received
 
-    def _others(self, make: Callable[[int], list[object]]) -> Messages:
+    def _from_others(self, make: Callable[[int], list[object]]) -> Messages:
         """A message of each other rank: its items, if it has any."""
-        made = ((rank, make(rank)) for rank in range(self.world_size) if rank != self.rank)
-        return {rank: encode(items) for rank, items in made if items}
+        items_by_rank = ((rank, make(rank)) for rank in range(self.world_size) if rank != self.rank)
+        return {rank: encode(items) for rank, items in items_by_rank if items}
 
     def _groups(self, sent: Mapping[int, bytes]) -> Messages:
         return {self.rank // names.GROUP_RANKS: encode(_FromGroups([self._member]))}
 
     def _places(self, sent: Mapping[int, bytes]) -> Messages:
-        def held(rank: int) -> list[object]:
-            found: list[object] = []
+        def tensors_of(rank: int) -> list[object]:
+            tensors: list[object] = []
             for name, dtype, shape in self._sharded:
                 if (box := box_of(shape, rank, self.world_size)) is not None:
-                    found.append(HeldTensor(name, dtype, shape, [ShardPlace(rank, 0, box.offset, box.local)]))
+                    tensors.append(HeldTensor(name, dtype, shape, [ShardPlace(rank, 0, box.offset, box.local)]))
             for name in self._counts:
                 if holder(name, self.world_size) == rank:
-                    found.append(HeldTensor(name, "float32", (), [ShardPlace(rank, 0, (), ())]))
-            return found
+                    tensors.append(HeldTensor(name, "float32", (), [ShardPlace(rank, 0, (), ())]))
+            return tensors
 
-        return self._others(held) | ({self.rank: sent[self.rank]} if self.rank in sent else {})
+        return self._from_others(tensors_of) | ({self.rank: sent[self.rank]} if self.rank in sent else {})
 
     def _names(self, sent: Mapping[int, bytes]) -> Messages:
         def lacking(rank: int) -> list[object]:
@@ -122,19 +122,21 @@ class OtherRanks:
             ]
 
         self._asked_names = {home: tensor_homes._names_decoder.decode(data) for home, data in sent.items()}
-        return self._others(lacking)
+        return self._from_others(lacking)
 
     def _types(self, sent: Mapping[int, bytes]) -> Messages:
         return {home: encode([TYPES[name] for name in its]) for home, its in self._asked_names.items()}
 
     def _requests(self, sent: Mapping[int, bytes]) -> Messages:
-        def asked(rank: int) -> list[object]:
+        def requests_of(rank: int) -> list[object]:
             boxes = [(name, box_of(shape, rank, self.world_size)) for name, _, shape in self._sharded]
-            found: list[object] = [Request(name, [(box.offset, box.local)]) for name, box in boxes if box is not None]
-            return found + [Request(name, [((), ())]) for name in self._counts]
+            requests: list[object] = [
+                Request(name, [(box.offset, box.local)]) for name, box in boxes if box is not None
+            ]
+            return requests + [Request(name, [((), ())]) for name in self._counts]
 
         self._asked_shards = {home: tensor_homes._requests_decoder.decode(data) for home, data in sent.items()}
-        return self._others(asked)
+        return self._from_others(requests_of)
 
     def _answers(self, sent: Mapping[int, bytes]) -> Messages:
         return {home: encode([self._answer(each.name) for each in its]) for home, its in self._asked_shards.items()}
@@ -149,8 +151,8 @@ class OtherRanks:
 
     def _rows(self, sent: Mapping[int, bytes]) -> Messages:
         self._asked_rows = {reader: _rows_decoder.decode(data) for reader, data in sent.items()}
-        own = [self._row[name] for name in NAMES if name.startswith("step/") and name in self._row]
-        return self._others(lambda rank: [(self.rank, own)] if own else [])
+        rows = [self._row[name] for name in NAMES if name.startswith("step/") and name in self._row]
+        return self._from_others(lambda rank: [(self.rank, rows)] if rows else [])
 
     def _excerpts(self, sent: Mapping[int, bytes]) -> Messages:
         return {reader: encode([self._excerpt(*each) for each in its]) for reader, its in self._asked_rows.items()}
@@ -161,14 +163,14 @@ class OtherRanks:
     def _needs(self, sent: Mapping[int, bytes]) -> Messages:
         self._asked_chunks = {home: msgspec.msgpack.decode(data, type=list[bytes]) for home, data in sent.items()}
         common = [self._id(rank) for rank in range(min(len(PARAMETERS), self.world_size))]
-        mine = b"".join(each for each, home in common if home == self.rank)
+        common_ids = b"".join(each for each, home in common if home == self.rank)
 
-        def needed(rank: int) -> list[object]:
-            own, home = self._id(rank)
-            more = own if home == self.rank and rank >= len(PARAMETERS) else b""
-            return [b"", mine + more] if mine or more else []
+        def ids_of(rank: int) -> list[object]:
+            id_of_rank, home = self._id(rank)
+            more = id_of_rank if home == self.rank and rank >= len(PARAMETERS) else b""
+            return [b"", common_ids + more] if common_ids or more else []
 
-        return self._others(needed)
+        return self._from_others(ids_of)
 
     def _steps(self, sent: Mapping[int, bytes]) -> Messages:
         step = chunk_homes._STEP.pack(0, 1, 2)
@@ -178,8 +180,8 @@ class OtherRanks:
         }
 
     def _id(self, rank: int) -> tuple[bytes, int]:
-        found = small(rank, self.world_size)
-        place = chunk_homes._by_home([(found.packs[0].key, found.chunks[0])], self.world_size)
+        manifest_of_rank = small(rank, self.world_size)
+        place = chunk_homes._by_home([(manifest_of_rank.packs[0].key, manifest_of_rank.chunks[0])], self.world_size)
         return next((its[0][0], home) for home, its in place.items())
 
 
@@ -200,8 +202,10 @@ def small(rank: int, ranks: int) -> Manifest:
     """A manifest of the step counts of one rank, with its small chunk."""
     if rank not in _small:
         with mock.patch.object(state, "SLOTS", ()):
-            found = manifest_of(rank, ranks, b"")
-            _small[rank] = found if found.chunks else structs.replace(found, chunks=(NO_COUNTS,))
+            manifest_of_rank = manifest_of(rank, ranks, b"")
+            _small[rank] = (
+                manifest_of_rank if manifest_of_rank.chunks else structs.replace(manifest_of_rank, chunks=(NO_COUNTS,))
+            )
     return _small[rank]
 
 
@@ -210,16 +214,16 @@ def measure(ranks: int) -> dict[str, float]:
     groups = names.group_count(ranks)
     rank, homed = max(((r, n) for r, n in counts.items() if r >= groups), key=lambda each: each[1])
     plan = bytes(32)
-    own = manifest_of(rank, ranks, plan)
-    data = manifest.encode(own)
-    for each in range(ranks):
-        small(each, ranks)
+    own_manifest = manifest_of(rank, ranks, plan)
+    data = manifest.encode(own_manifest)
+    for other_rank in range(ranks):
+        small(other_rank, ranks)
     attempt, bucket = Attempt(RUN, 1, 1, ATTEMPT, ranks), Bucket(Simulation())
     bucket.apply_put(attempt.manifest_key(rank), data)
     store = SimulatedStore(bucket)
     sealed = fetch.Sealed(RUN, Base(1, 1, ATTEMPT), attempt, (), (bytes(32),) * groups, names.GROUP_RANKS)
-    member = _Member(rank, digest(data), group.summarize(own, data).member.share, plan)
-    others = OtherRanks(rank, ranks, own, member)
+    member = _Member(rank, digest(data), group.summarize(own_manifest, data).member.share, plan)
+    others = OtherRanks(rank, ranks, own_manifest, member)
     boxes = {name: [box] for name, box in boxes_of(rank, ranks)}
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     opened = divided_step.open_divided(store, sealed, others)

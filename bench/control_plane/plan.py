@@ -18,13 +18,13 @@ from headrace.dataio.testing.simulation.scheduler import Process, Simulation
 
 def rows_of(rank: int, ranks: int) -> list[Row]:
     """The rows of one rank: its parts of the parameters and moments, and the step counts, which every rank holds."""
-    found = []
+    rows = []
     for name, shape in PARAMETERS:
         if (box := box_of(shape, rank, ranks)) is not None:
             for slot, dtype in SLOTS:
-                found.append(Row(f"{slot}/{name}", dtype, shape, box.offset, box.local, False))
-        found.append(Row(f"step/{name}", "float32", (), (), (), False))
-    return found
+                rows.append(Row(f"{slot}/{name}", dtype, shape, box.offset, box.local, False))
+        rows.append(Row(f"step/{name}", "float32", (), (), (), False))
+    return rows
 
 
 def measure(ranks: int) -> dict[str, float]:
@@ -34,11 +34,11 @@ def measure(ranks: int) -> dict[str, float]:
     """
     simulation = Simulation(1, measure_cpu=True)
     group = Group(simulation, ranks)
-    made = [rows_of(rank, ranks) for rank in range(ranks)]
+    tables = [rows_of(rank, ranks) for rank in range(ranks)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     processes = [Process(str(rank)) for rank in range(ranks)]
     tasks = [
-        simulation.start(divide, made[rank], SimulatedRanks(group, rank), process=processes[rank])
+        simulation.start(divide, tables[rank], SimulatedRanks(group, rank), process=processes[rank])
         for rank in range(ranks)
     ]
     simulation.run()

@@ -118,11 +118,11 @@ def measure(url: str, part: Part, limit: float, progress: Progress) -> Iterator[
         yield
 
 
-def _divide(found: dict[str, Samples]) -> None:
+def _divide(candidates: dict[str, Samples]) -> None:
     """Move the figures of the second removal of `repository_actions.retention` to a separate row."""
-    both = found[RETENTION].metrics
-    second = {name.removeprefix(_AGAIN): both.pop(name) for name in list(both) if name.startswith(_AGAIN)}
-    found[RETENTION_AGAIN] = Samples(second, found[RETENTION].errors)
+    metrics = candidates[RETENTION].metrics
+    second = {name.removeprefix(_AGAIN): metrics.pop(name) for name in list(metrics) if name.startswith(_AGAIN)}
+    candidates[RETENTION_AGAIN] = Samples(second, candidates[RETENTION].errors)
 
 
 @contextlib.contextmanager
@@ -159,20 +159,20 @@ def main(args: argparse.Namespace) -> int:
     part = Part("repository", title, settings=settings, metrics=dict(METRICS))
     started = datetime.now(UTC).isoformat(timespec="seconds")
     words = ["python", "-m", "headrace.bench.control_plane.repository", *args.argv]
-    found = Run(shown(words), started, environment(), [part])
+    run = Run(shown(words), started, environment(), [part])
     began = time.perf_counter()
     try:
         with sigterm_interrupts(), _repository(args.url) as url:
             for _ in measure(url, part, args.limit, show_progress()):
                 part.seconds = round(time.perf_counter() - began, 3)
                 if args.json:
-                    write(found, args.json)
+                    write(run, args.json)
     except KeyboardInterrupt:
         part.status, part.why = "interrupted", "interrupted by the user"
         if args.json:
-            write(found, args.json)
+            write(run, args.json)
     print(text(part))
-    return exit_code(found)
+    return exit_code(run)
 
 
 def _main(words: Sequence[str]) -> int:

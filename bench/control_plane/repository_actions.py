@@ -1,7 +1,11 @@
 """The actions that `headrace.bench.control_plane.repository` measures. Each runs in its own process.
 
-Every function returns the duration of the action in seconds (without the start of the process), the peak memory of the
-process, the number of requests to the store in total and by operation, and a list of errors.
+Every function returns:
+
+- the duration of the action in seconds, without the start of the process;
+- the peak memory of the process;
+- the number of requests to the store, in total and by operation;
+- a list of errors.
 
 Invariant: the calls of the back end are counted, so retries count, too. A listing counts one request for each 1,000
 names that the caller reads, and a deletion one for each 1,000 keys, as S3 pages them. With SeaweedFS the client sends
@@ -55,16 +59,16 @@ class Requests(Wrapper):
         return self._pages(self.inner.list_folders(prefix, after=after))
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        wanted = [*keys]
-        self._count("delete_many", -(-len(wanted) // _PAGE))
-        self.inner.delete_many(wanted)
+        all_keys = [*keys]
+        self._count("delete_many", -(-len(all_keys) // _PAGE))
+        self.inner.delete_many(all_keys)
 
-    def _pages(self, found: Iterable[Any]) -> Iterator[Any]:
+    def _pages(self, listing: Iterable[Any]) -> Iterator[Any]:
         self._count("list")
-        for number, each in enumerate(found):
+        for number, entry in enumerate(listing):
             if number and number % _PAGE == 0:
                 self._count("list")
-            yield each
+            yield entry
 
     def _count(self, operation: str, number: int = 1) -> None:
         with self._lock:
@@ -118,8 +122,8 @@ def ckpt(url: str, *arguments: str) -> dict[str, Any]:
         text = (errors.getvalue() or out.getvalue())[-_OUTPUT_CHARACTERS:]
         return [f"exit code {code}: {text}"] if code else []
 
-    found = Meter(url).measure(run)
-    return found | {"lines": len(out.getvalue().splitlines())}
+    figures = Meter(url).measure(run)
+    return figures | {"lines": len(out.getvalue().splitlines())}
 
 
 def latest(url: str, step: int) -> dict[str, Any]:
@@ -131,8 +135,8 @@ def latest(url: str, step: int) -> dict[str, Any]:
     with open_store(url) as store:
 
         def find() -> list[str]:
-            found = repository.find(store, RUN, "latest")
-            return [] if found is not None and found.step == step else [f"found {found}, not step {step}"]
+            base = repository.find(store, RUN, "latest")
+            return [] if base is not None and base.step == step else [f"found {base}, not step {step}"]
 
         return meter.measure(find)
 
@@ -167,12 +171,12 @@ def retention(url: str, steps: int, ranks: int) -> dict[str, Any]:
         collector = collect.Collector(store, collect.AT_ONCE)
 
         def remove(step: int) -> list[str]:
-            done = collect.retain(store, RUN, Keep(last=steps - 1), collector=collector)
-            removed = [each.step for each in done.tombstones] if done is not None else []
+            plan = collect.retain(store, RUN, Keep(last=steps - 1), collector=collector)
+            removed = [each.step for each in plan.tombstones] if plan is not None else []
             return [] if removed == [step] else [f"removed {removed[:5]}, not step {step}"]
 
         first = meter.measure(lambda: remove(1))
         add_step(store, steps + 1, ranks)
-        again = meter.measure(lambda: remove(2))
-    errors = first.pop("errors") + again.pop("errors")
-    return {**first, **{f"again_{name}": value for name, value in again.items()}, "errors": errors}
+        second = meter.measure(lambda: remove(2))
+    errors = first.pop("errors") + second.pop("errors")
+    return {**first, **{f"again_{name}": value for name, value in second.items()}, "errors": errors}

@@ -108,10 +108,10 @@ def _write_rank(store: Store, step: int, rank: int, ranks: int) -> Summary:
     entries: list[pack.Entry] = []
     chunks = (pack.NewChunk(digest(payload), payload, len(payload)) for payload in payloads)
     pack.write(store, _pack_name(step, rank).key, chunks, entries.append)
-    found = _manifest(step, rank, ranks, entries[-1], frozen)
-    data = manifest.encode(found)
-    store.put(names.manifest(RUN, 1, step, found.attempt, rank), data)
-    return group.summarize(found, data)
+    manifest_of_rank = _manifest(step, rank, ranks, entries[-1], frozen)
+    data = manifest.encode(manifest_of_rank)
+    store.put(names.manifest(RUN, 1, step, manifest_of_rank.attempt, rank), data)
+    return group.summarize(manifest_of_rank, data)
 
 
 def _changing_elements(step: int, rank: int) -> list[int]:
@@ -157,8 +157,8 @@ def _manifest(step: int, rank: int, ranks: int, entry: pack.Entry, frozen: bytes
 
 def _specs(rank: int, ranks: int) -> list[TensorSpec]:
     box = Box((ranks * LENGTH,), (rank * LENGTH,), (LENGTH,))
-    own = TensorSpec("own", "int64", whole((len(own_elements(0, rank)),)), False)
-    return [*(TensorSpec(name, "int64", box, True) for name in SHARDED), own]
+    rank_local = TensorSpec("own", "int64", whole((len(own_elements(0, rank)),)), False)
+    return [*(TensorSpec(name, "int64", box, True) for name in SHARDED), rank_local]
 
 
 def _tensors(rank: int, ranks: int) -> tuple[Tensor, ...]:

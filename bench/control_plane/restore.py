@@ -45,9 +45,9 @@ def restore(store: SimulatedStore, ranks: SimulatedRanks, clock: object) -> int:
     """One rank, up to the list of its chunks; their number."""
     base = Base(1, 1, ATTEMPT)
     with StepLease(store, RUN, base, clock, writes=ranks.rank == 0):  # type: ignore[arg-type]
-        found = open_found(RUN, 1, lambda: (Found(base), read_decision(store, RUN, base)), ranks)
-        assert found is not None
-        opened = divided_step.open_divided(store, found[1], ranks)
+        opening = open_found(RUN, 1, lambda: (Found(base), read_decision(store, RUN, base)), ranks)
+        assert opening is not None
+        opened = divided_step.open_divided(store, opening[1], ranks)
         document = tree.decode(opened.own.tree)
         types = opened.types(list(tree.tensor_names(document)))
         boxes = {name: [box] for name, box in boxes_of(ranks.rank, ranks.world_size)}

@@ -71,8 +71,8 @@ class Tables:
 
     def _new(self, length: int) -> int:
         """The number of a new chunk, in the next pack if this one is full."""
-        left = manifest.PACK_BYTES - self._at % manifest.PACK_BYTES
-        self._at += left if left < length else 0
+        remaining = manifest.PACK_BYTES - self._at % manifest.PACK_BYTES
+        self._at += remaining if remaining < length else 0
         pack, offset = divmod(self._at, manifest.PACK_BYTES)
         number, self._at = len(self.chunks), self._at + length
         self.chunks.append(Chunk(digest(b"%d %d" % (self._rank, number)), pack, offset, length, length))
@@ -127,8 +127,8 @@ DOCUMENT = document(NAMES)
 
 
 def share_of(rank: int, ranks: int) -> bytes:
-    found = manifest_of(rank, ranks, b"")
-    return group.share_digest(chunking.TensorSpec(t.name, t.dtype, t.box, True) for t in found.tensors)
+    manifest_of_rank = manifest_of(rank, ranks, b"")
+    return group.share_digest(chunking.TensorSpec(t.name, t.dtype, t.box, True) for t in manifest_of_rank.tensors)
 
 
 def save(bucket: Bucket, ranks: int) -> None:
@@ -136,10 +136,10 @@ def save(bucket: Bucket, ranks: int) -> None:
     plan = group.plan_digest([share_of(rank, ranks) for rank in range(ranks)])
     summaries = []
     for rank in range(ranks):
-        found = manifest_of(rank, ranks, plan)
-        data = manifest.encode(found)
+        manifest_of_rank = manifest_of(rank, ranks, plan)
+        data = manifest.encode(manifest_of_rank)
         bucket.objects[names.manifest(RUN, 1, 1, ATTEMPT, rank)] = data, 0.0
-        summaries.append(group.summarize(found, data))
+        summaries.append(group.summarize(manifest_of_rank, data))
     for key, data in closing_objects(RUN, 1, ATTEMPT, summaries):
         bucket.apply_put(key, data)
 

@@ -102,15 +102,15 @@ class Repository:
 
     def latest(self) -> None:
         """Find the latest step."""
-        found = steps.find(self.store, RUN, "latest")
-        if found is None or found.step != self._steps * _STEP:
-            raise AssertionError(f"found {found}, not step {self._steps * _STEP}")
+        base = steps.find(self.store, RUN, "latest")
+        if base is None or base.step != self._steps * _STEP:
+            raise AssertionError(f"found {base}, not step {self._steps * _STEP}")
 
     def retain(self, collector: collect.Collector, last: int) -> None:
         """Remove the one step that the policy does not keep."""
-        done = collect.retain(self.store, RUN, Keep(last=last), self.clock, collector)
-        if done is None or len(done.tombstones) != 1 or len(done.objects) < 2 * self.ranks:
-            raise AssertionError(f"retention did not remove exactly one step with all its objects: {done}")
+        plan = collect.retain(self.store, RUN, Keep(last=last), self.clock, collector)
+        if plan is None or len(plan.tombstones) != 1 or len(plan.objects) < 2 * self.ranks:
+            raise AssertionError(f"retention did not remove exactly one step with all its objects: {plan}")
 
 
 def measure(count: int, ranks: int, latency: float) -> dict[str, float]:
@@ -133,8 +133,8 @@ def measure(count: int, ranks: int, latency: float) -> dict[str, float]:
 
 def main(words: Sequence[str]) -> None:
     """Print the figures as JSON."""
-    count, ranks, *rest = words
-    print(json.dumps(measure(int(count), int(ranks), float(rest[0]) if rest else 0.02)))
+    count, ranks, *latency = words
+    print(json.dumps(measure(int(count), int(ranks), float(latency[0]) if latency else 0.02)))
 
 
 if __name__ == "__main__":

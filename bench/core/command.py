@@ -92,14 +92,14 @@ def _measure(name: str, fill: Fill, show: Callable[[Part], str], args: argparse.
     if args.output:
         prepare(args.output)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    found = Run(shown(["headrace", "bench", name, *args.argv]), started, environment(args.directory))
+    run = Run(shown(["headrace", "bench", name, *args.argv]), started, environment(args.directory))
     compile_packages()
     with sigterm_interrupts(), _scratch(args.directory) as scratch:
-        found.parts.append(_filled(fill, Job(args.rounds, Path(scratch), show_progress(), args), name))
+        run.parts.append(_filled(fill, Job(args.rounds, Path(scratch), show_progress(), args), name))
     if args.output:
-        write(found, args.output)
-    print(encode(found) if args.json else text(found.parts[0], show))
-    return exit_code(found)
+        write(run, args.output)
+    print(encode(run) if args.json else text(run.parts[0], show))
+    return exit_code(run)
 
 
 def _scratch(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
@@ -125,11 +125,11 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def exit_code(found: Run) -> int:
+def exit_code(run: Run) -> int:
     """Return 0, or 1 if something failed, or 130 after an interrupt."""
-    if any(part.status == "interrupted" for part in found.parts):
+    if any(part.status == "interrupted" for part in run.parts):
         return 130
-    return 1 if any(part.failed for part in found.parts) else 0
+    return 1 if any(part.failed for part in run.parts) else 0
 
 
 def text(part: Part, show: Callable[[Part], str] = part_table) -> str:
@@ -139,18 +139,18 @@ def text(part: Part, show: Callable[[Part], str] = part_table) -> str:
 
 
 def _filled(fill: Fill, job: Job, name: str) -> Part:
-    began, found = time.perf_counter(), Part(name)
+    began, part = time.perf_counter(), Part(name)
     try:
         with naming_extras():
-            fill(job, found)
+            fill(job, part)
     except UsageError:
         raise
     except KeyboardInterrupt:
-        found.status, found.why = "interrupted", "interrupted by the user"
+        part.status, part.why = "interrupted", "interrupted by the user"
     except Exception as error:
-        found.status, found.why = "failed", redact(f"{type(error).__name__}: {error}")[:2000]
-    found.seconds = round(time.perf_counter() - began, 3)
-    return found
+        part.status, part.why = "failed", redact(f"{type(error).__name__}: {error}")[:2000]
+    part.seconds = round(time.perf_counter() - began, 3)
+    return part
 
 
 def show_progress() -> Progress:

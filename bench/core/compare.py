@@ -77,9 +77,9 @@ class Comparison(msgspec.Struct, frozen=True):
 )
 def compare_files(args: argparse.Namespace) -> int:
     """Print the changes between two results files; `headrace bench compare`."""
-    found = compare(read(args.a), read(args.b), any_machine=args.different_machines)
-    print(msgspec.json.encode(found).decode() if args.json else as_text(found))
-    return 1 if any(change.verdict == "worse" for change in found.changes) else 0
+    comparison = compare(read(args.a), read(args.b), any_machine=args.different_machines)
+    print(msgspec.json.encode(comparison).decode() if args.json else as_text(comparison))
+    return 1 if any(change.verdict == "worse" for change in comparison.changes) else 0
 
 
 def compare(a: Run, b: Run, *, any_machine: bool = False) -> Comparison:
@@ -89,22 +89,22 @@ def compare(a: Run, b: Run, *, any_machine: bool = False) -> Comparison:
         hint = "run both on one machine, or say --different-machines"
         raise MismatchError(f"the runs come from different machines ({'; '.join(machines)})", hint=hint)
     warnings = [f"DIFFERENT MACHINES: {text}" for text in machines]
-    warnings += [f"{name}: {a.environment.get(name)} / {b.environment.get(name)}" for name in _softer(a, b)]
+    warnings += [f"{name}: {a.environment.get(name)} / {b.environment.get(name)}" for name in _minor_differences(a, b)]
     pairs = list(_pairs(a, b, warnings))
-    return Comparison(_judged(pairs), warnings)
+    return Comparison(_judge(pairs), warnings)
 
 
-def _softer(a: Run, b: Run) -> list[str]:
+def _minor_differences(a: Run, b: Run) -> list[str]:
     names = ("kernel", "python", "file_system", "commit", "packages")
     return [name for name in names if a.environment.get(name) != b.environment.get(name)]
 
 
 def _pairs(a: Run, b: Run, warnings: list[str]) -> Iterator[tuple[Part, str, str, Metric, list[float], list[float]]]:
-    theirs = {part.name: part for part in a.parts}
-    for name in sorted(theirs.keys() ^ {part.name for part in b.parts}):
-        warnings.append(f"{name}: only in {'A' if name in theirs else 'B'}")
+    parts_of_a = {part.name: part for part in a.parts}
+    for name in sorted(parts_of_a.keys() ^ {part.name for part in b.parts}):
+        warnings.append(f"{name}: only in {'A' if name in parts_of_a else 'B'}")
     for part in b.parts:
-        before = theirs.get(part.name)
+        before = parts_of_a.get(part.name)
         if before is None:
             continue
         if before.settings != part.settings:
@@ -113,10 +113,10 @@ def _pairs(a: Run, b: Run, warnings: list[str]) -> Iterator[tuple[Part, str, str
             )
             warnings.append(f"{part.name}: not compared, as its settings differ ({', '.join(changed)})")
             continue
-        for which, one in (("A", before), ("B", part)):
-            if one.failed:
-                errors = [error for found in one.candidates.values() for error in found.errors]
-                warnings.append(f"{one.name}: {one.status} in {which}, {one.why or '; '.join(errors)[:200]}")
+        for which, side in (("A", before), ("B", part)):
+            if side.failed:
+                errors = [error for found in side.candidates.values() for error in found.errors]
+                warnings.append(f"{side.name}: {side.status} in {which}, {side.why or '; '.join(errors)[:200]}")
         for candidate in sorted(before.candidates.keys() ^ part.candidates.keys()):
             warnings.append(f"{part.name}: {candidate} is only in {'A' if candidate in before.candidates else 'B'}")
         for candidate in part.candidates.keys() & before.candidates.keys():
@@ -126,18 +126,18 @@ def _pairs(a: Run, b: Run, warnings: list[str]) -> Iterator[tuple[Part, str, str
                     yield part, candidate, metric, about, old[metric], new[metric]
 
 
-def _judged(pairs: list[tuple[Part, str, str, Metric, list[float], list[float]]]) -> list[Change]:
+def _judge(pairs: list[tuple[Part, str, str, Metric, list[float], list[float]]]) -> list[Change]:
     p_values = {
         str(place): mann_whitney(new, old)
         for place, (*_, old, new) in enumerate(pairs)
         if smallest_p(len(old), len(new)) <= LEVEL
     }
-    found = benjamini_hochberg(p_values)
+    significant = benjamini_hochberg(p_values)
     changes = []
     for place, (part, candidate, metric, about, old, new) in enumerate(pairs):
         p = p_values.get(str(place))
         interval = ratio_of_medians(new, old)
-        verdict = _verdict(about, interval, enough=p is not None, certain=str(place) in found)
+        verdict = _verdict(about, interval, enough=p is not None, certain=str(place) in significant)
         change = Change(
             part=part.name,
             candidate=candidate,
@@ -165,10 +165,10 @@ def _verdict(metric: Metric, interval: Interval | None, *, enough: bool, certain
     return "better" if (interval.ratio > 1) == (metric.better == "higher") else "worse"
 
 
-def as_text(found: Comparison) -> str:
+def as_text(comparison: Comparison) -> str:
     """Return Markdown: the warnings, a table of the changes, and counts of the metrics that did not change."""
-    lines = [f"- {warning}" for warning in found.warnings]
-    changed = [change for change in found.changes if change.verdict in ("better", "worse")]
+    lines = [f"- {warning}" for warning in comparison.warnings]
+    changed = [change for change in comparison.changes if change.verdict in ("better", "worse")]
     if changed:
         lines += ["", "| | | B ÷ A (95 %) | p | |", "|---|---|---|---|---|"]
         lines += [
@@ -176,7 +176,7 @@ def as_text(found: Comparison) -> str:
             for c in sorted(changed, key=lambda c: (c.verdict, c.part, c.candidate, c.metric))
         ]
     counts = {
-        name: sum(c.verdict == name for c in found.changes)
+        name: sum(c.verdict == name for c in comparison.changes)
         for name in ("no change seen", "changed little", "too few samples")
     }
     lines += ["", f"{len(changed)} changed; " + ", ".join(f"{count} {name}" for name, count in counts.items() if count)]
@@ -200,13 +200,13 @@ def mann_whitney(ours: Sequence[float], theirs: Sequence[float]) -> float:
         raise ValueError("no samples")
     ranks = _ranks([*ours, *theirs])
     n, middle = len(ours), len(ours) * (len(ranks) + 1) / 2
-    seen = abs(sum(ranks[:n]) - middle) - 1e-9
+    distance = abs(sum(ranks[:n]) - middle) - 1e-9
     deals = math.comb(len(ranks), n)
     if deals <= _EXACT:
-        hits = sum(abs(sum(chosen) - middle) >= seen for chosen in itertools.combinations(ranks, n))
+        hits = sum(abs(sum(chosen) - middle) >= distance for chosen in itertools.combinations(ranks, n))
         return hits / deals
     rng = random.Random(0)
-    hits = sum(abs(sum(rng.sample(ranks, n)) - middle) >= seen for _ in range(_EXACT))
+    hits = sum(abs(sum(rng.sample(ranks, n)) - middle) >= distance for _ in range(_EXACT))
     return (hits + 1) / (_EXACT + 1)
 
 

@@ -27,12 +27,12 @@ _KINDS = (("mp4", "libx264"), ("webm", "libvpx-vp9"), ("mkv", "libx264"), ("avi"
 _FPS = 25
 
 
-def find_clips(given: Path | None, scratch: Path) -> tuple[list[Path], str]:
+def find_clips(media: Path | None, scratch: Path) -> tuple[list[Path], str]:
     """Return the paths to pack, and a phrase that describes them."""
-    if given is not None:
-        if not given.is_dir() or not any(given.iterdir()):
-            raise UsageError(f"{given} is not a folder with clips", hint="give --media a folder of video files")
-        return [given], f"clips of {given}"
+    if media is not None:
+        if not media.is_dir() or not any(media.iterdir()):
+            raise UsageError(f"{media} is not a folder with clips", hint="give --media a folder of video files")
+        return [media], f"clips of {media}"
     if REAL_CLIPS.is_dir():
         return [REAL_CLIPS], "real clips next to the checkout"
     folder = scratch / "clips"

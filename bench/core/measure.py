@@ -109,25 +109,29 @@ def run_process(command: list[str], environ: Mapping[str, str], seconds: float) 
 def _run(candidate: Candidate, samples: Samples, seconds: float) -> None:
     command = command_of(candidate.function, *candidate.arguments, python=candidate.python)
     try:
-        done = run_process(command, {**os.environ, **candidate.environ}, seconds)
+        completed = run_process(command, {**os.environ, **candidate.environ}, seconds)
     except subprocess.TimeoutExpired:
         samples.errors.append(f"took longer than {seconds:g} s")
         return
-    if done.returncode != 0:
-        samples.errors.append(" / ".join(done.stderr.strip().splitlines()[-3:]) or f"exit status {done.returncode}")
+    if completed.returncode != 0:
+        samples.errors.append(
+            " / ".join(completed.stderr.strip().splitlines()[-3:]) or f"exit status {completed.returncode}"
+        )
         return
     try:
-        printed = json.loads(done.stdout.strip().splitlines()[-1])
+        printed = json.loads(completed.stdout.strip().splitlines()[-1])
         histograms = {name: dict(pairs) for name, pairs in printed.pop("histograms", {}).items()}
         errors = [str(message) for message in printed.pop("errors", [])]
         figures = {name: float(value) for name, value in printed.items()}
     except (ValueError, IndexError, AttributeError, TypeError):
-        samples.errors.append(f"printed no figures but {done.stdout[-200:]!r}")
+        samples.errors.append(f"printed no figures but {completed.stdout[-200:]!r}")
         return
     samples.errors += errors
     for name, counts in histograms.items():
-        known = dict(samples.histograms.get(name, ()))
-        samples.histograms[name] = sorted((edge, counts.get(edge, 0) + known.get(edge, 0)) for edge in counts | known)
+        earlier_counts = dict(samples.histograms.get(name, ()))
+        samples.histograms[name] = sorted(
+            (edge, counts.get(edge, 0) + earlier_counts.get(edge, 0)) for edge in counts | earlier_counts
+        )
     for metric, value in figures.items():
         samples.metrics.setdefault(metric, []).append(value)
 
@@ -171,13 +175,13 @@ def memory_kib(name: str, pid: int | str = "self", file: str = "status") -> int:
 
 def children(pid: int | str = "self") -> list[str]:
     """Return the ids of the child processes of `pid`."""
-    found = list[str]()
+    pids = list[str]()
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
-            found += task.read_text().split()
+            pids += task.read_text().split()
         except OSError:
             continue
-    return found
+    return pids
 
 
 class TreeMemory:
@@ -250,10 +254,10 @@ class Latencies:
 
     def percentile(self, share: float) -> float:
         """Return the seconds that a `share` (0 to 1) of all latencies did not exceed; 0 if there are none."""
-        wanted, seen = share * self.total, 0
+        least, so_far = share * self.total, 0
         for at, count in sorted(self.counts.items()):
-            seen += count
-            if seen >= wanted:
+            so_far += count
+            if so_far >= least:
                 return at
         return 0.0
 

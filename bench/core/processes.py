@@ -51,10 +51,10 @@ class DaemonProcess:
 
     def connect(self) -> Sidecar:
         """Connect a client to the daemon."""
-        found = Sidecar.find(self.socket)
-        if found is None:
+        connection = Sidecar.find(self.socket)
+        if connection is None:
             raise RuntimeError("the daemon does not answer")
-        return found
+        return connection
 
 
 @contextlib.contextmanager
@@ -73,8 +73,8 @@ def daemon(
         RuntimeError: The daemon did not start; the message quotes the end of `log`.
     """
     path = folder / "s" / "sidecar.sock"
-    given = {"socket": str(path), "cache_dir": str(folder / "cache"), "log_level": "WARNING", **settings}
-    flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
+    all_settings = {"socket": str(path), "cache_dir": str(folder / "cache"), "log_level": "WARNING", **settings}
+    flags = [text for name, value in all_settings.items() for text in (f"--{name.replace('_', '-')}", value)]
     command = [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", *flags]
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("wb")) if log else None
@@ -87,12 +87,12 @@ def daemon(
 
 def _wait_until_ready(process: subprocess.Popen[bytes], path: Path, log: Path | None) -> None:
     until = time.monotonic() + START_SECONDS
-    while (found := Sidecar.find(path)) is None:
+    while (connection := Sidecar.find(path)) is None:
         if process.poll() is not None or time.monotonic() > until:
             why = log_end(log) if log else "its log is above"
             raise RuntimeError(f"the daemon did not start: {why}; `headrace sidecar run` gives the reason")
         time.sleep(0.02)
-    found.close()
+    connection.close()
 
 
 def log_end(log: Path) -> str:

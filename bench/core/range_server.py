@@ -83,14 +83,14 @@ class RangeServer:
         path = urllib.parse.unquote(path).lstrip("/")
         query_values = dict(urllib.parse.parse_qsl(query))
         if method == "GET" and query_values.get("list-type") == "2":
-            await self._small(connection, 200, self._listing(path.strip("/"), query_values))
+            await self._respond(connection, 200, self._listing(path.strip("/"), query_values))
             return
         if path == "-/sent":
-            await self._small(connection, 200, str(self.sent))
+            await self._respond(connection, 200, str(self.sent))
             return
         file = self._root / path
         if method not in ("GET", "HEAD") or not file.is_file() or ".." in path.split("/"):
-            await self._small(connection, 404 if method in ("GET", "HEAD") else 400, "")
+            await self._respond(connection, 404 if method in ("GET", "HEAD") else 400, "")
             return
         await self._file(connection, file, headers.get("range", ""), body=method == "GET")
 
@@ -102,8 +102,8 @@ class RangeServer:
             key = path.relative_to(self._root / bucket).as_posix()
             if not key.startswith(prefix):
                 continue
-            head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
-            if found:
+            head, slash, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            if slash:
                 folders.add(prefix + head + delimiter)
             else:
                 keys.append(self._contents_of(key, path))
@@ -115,27 +115,27 @@ class RangeServer:
         )
 
     def _contents_of(self, key: str, path: Path) -> str:
-        found = path.stat()
-        when = datetime.fromtimestamp(found.st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        status = path.stat()
+        when = datetime.fromtimestamp(status.st_mtime, UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
         return (
-            f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified><ETag>&quot;{found.st_mtime_ns:x}&quot;"
-            f"</ETag><Size>{found.st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
+            f"<Contents><Key>{escape(key)}</Key><LastModified>{when}</LastModified><ETag>&quot;{status.st_mtime_ns:x}&quot;"
+            f"</ETag><Size>{status.st_size}</Size><StorageClass>STANDARD</StorageClass></Contents>"
         )
 
-    async def _file(self, connection: Connection, file: Path, wanted: str, *, body: bool) -> None:
-        found = file.stat()
-        first, end = 0, found.st_size
-        if wanted.startswith("bytes="):
-            a, _, b = wanted[6:].partition("-")
+    async def _file(self, connection: Connection, file: Path, byte_range: str, *, body: bool) -> None:
+        stat = file.stat()
+        first, end = 0, stat.st_size
+        if byte_range.startswith("bytes="):
+            a, _, b = byte_range[6:].partition("-")
             first, end = int(a), min(end, int(b) + 1 if b else end)
             if first >= end:
-                await self._small(connection, 416, "")
+                await self._respond(connection, 416, "")
                 return
-        status = "206 Partial Content" if wanted else "200 OK"
-        span = f"Content-Range: bytes {first}-{end - 1}/{found.st_size}\r\n" if wanted else ""
+        status = "206 Partial Content" if byte_range else "200 OK"
+        span = f"Content-Range: bytes {first}-{end - 1}/{stat.st_size}\r\n" if byte_range else ""
         await connection.write(
             f"HTTP/1.1 {status}\r\nContent-Length: {end - first}\r\n{span}Accept-Ranges: bytes\r\n"
-            f'ETag: "{found.st_mtime_ns:x}"\r\nLast-Modified: {formatdate(found.st_mtime, usegmt=True)}\r\n\r\n'.encode()
+            f'ETag: "{stat.st_mtime_ns:x}"\r\nLast-Modified: {formatdate(stat.st_mtime, usegmt=True)}\r\n\r\n'.encode()
         )
         fd = os.open(file, os.O_RDONLY)
         try:
@@ -156,7 +156,7 @@ class RangeServer:
         if self._free_at > now:
             await asyncio.sleep(self._free_at - now)
 
-    async def _small(self, connection: Connection, status: int, text: str) -> None:
+    async def _respond(self, connection: Connection, status: int, text: str) -> None:
         await connection.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
 
 

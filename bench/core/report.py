@@ -38,8 +38,8 @@ def part_table(part: Part, metrics: Iterable[str] | None = None) -> str:
 def _candidate_rows(metrics: Mapping[str, Metric], samples: Mapping[str, Samples], against: str) -> list[str]:
     titles = [f"{metric.title}" for metric in metrics.values()]
     lines = ["| | " + " | ".join(titles) + " |", "|---|" + "---|" * len(metrics)]
-    for name, found in samples.items():
-        lines.append(f"| {name} | " + " | ".join(cell(found.metrics.get(metric)) for metric in metrics) + " |")
+    for name, candidate in samples.items():
+        lines.append(f"| {name} | " + " | ".join(cell(candidate.metrics.get(metric)) for metric in metrics) + " |")
     if against in samples and len(samples) > 1:
         first = next(iter(samples))
         ratios = [ratio(samples[first].metrics.get(m), samples[against].metrics.get(m)) for m in metrics]
@@ -49,13 +49,13 @@ def _candidate_rows(metrics: Mapping[str, Metric], samples: Mapping[str, Samples
 
 def _metric_rows(metrics: Mapping[str, Metric], samples: Samples) -> list[str]:
     """Return a table with metrics as rows. Goal and limit have a column only if a metric has one."""
-    wanted = [
+    columns = [
         name for name in ("goal", "limit") if any(getattr(metric, name) is not None for metric in metrics.values())
     ]
-    lines = ["| | " + " | ".join((*wanted, "median (min–max)")) + " |", "|---|" + "---|" * (len(wanted) + 1)]
+    lines = ["| | " + " | ".join((*columns, "median (min–max)")) + " |", "|---|" + "---|" * (len(columns) + 1)]
     for name, metric in metrics.items():
         values = samples.metrics.get(name)
-        bounds = [_bound(metric, getattr(metric, which)) for which in wanted]
+        bounds = [_bound(metric, getattr(metric, which)) for which in columns]
         lines.append("| " + " | ".join((metric.title, *bounds, cell(values) + _met(metric, values))) + " |")
     return lines
 
@@ -107,8 +107,8 @@ def report(args: argparse.Namespace) -> int:
 
 def markdown(runs: Sequence[Run], only: Iterable[str] = ()) -> str:
     """Return the parts of `runs`, or those in `only`, as Markdown. Incomplete parts come first, with reasons."""
-    wanted = set(only)
-    chosen = [(run, part) for run in runs for part in run.parts if not wanted or part.name in wanted]
+    names = set(only)
+    chosen = [(run, part) for run in runs for part in run.parts if not names or part.name in names]
     incomplete = [f"- **{part.name}** {why}" for _, part in chosen if (why := incompleteness(part))]
     head = "\n".join(incomplete) + "\n\n" if incomplete else ""
     return head + "\n\n".join(_part_tables(run, part) for run, part in chosen) + "\n"
@@ -160,5 +160,5 @@ def _tables(part: Part) -> str:
         ]
         if names:
             tables.append(f"**{operation}, {part.metrics[names[0]].unit}**\n\n{part_table(part, names)}")
-    rest = [name for name, metric in part.metrics.items() if not metric.axes]
-    return "\n\n".join([*tables, *([part_table(part, rest)] if rest else [])])
+    others = [name for name, metric in part.metrics.items() if not metric.axes]
+    return "\n\n".join([*tables, *([part_table(part, others)] if others else [])])

@@ -106,12 +106,12 @@ class Run(msgspec.Struct, omit_defaults=True):
 
 def shown(words: Iterable[str]) -> list[str]:
     """Return a command line without the folders of this machine. Only the last component of each path is kept."""
-    found = []
+    texts = []
     for word in words:
         name, equals, path = word.partition("=") if word.startswith("-") or "=/" in word else ("", "", word)
         local = path.startswith(("/", "file:///"))
-        found.append(f"{name}{equals}…/{PurePath(path).name}" if local else word)
-    return found
+        texts.append(f"{name}{equals}…/{PurePath(path).name}" if local else word)
+    return texts
 
 
 class _Head(msgspec.Struct):
@@ -124,8 +124,8 @@ _ENCODER = msgspec.json.Encoder()
 
 def encode(run: Run) -> str:
     """Return the document as text, indented by one space, with the format's name in it."""
-    known = msgspec.to_builtins(run) | {"format": run.format, "version": run.version}
-    return msgspec.json.format(_ENCODER.encode(known), indent=1).decode()
+    document = msgspec.to_builtins(run) | {"format": run.format, "version": run.version}
+    return msgspec.json.format(_ENCODER.encode(document), indent=1).decode()
 
 
 def prepare(path: Path) -> None:
@@ -151,12 +151,12 @@ def write(run: Run, path: Path) -> None:
 def read(path: Path) -> Run:
     """Read the document in `path`. Raises `UsageError` if it is not one, too large, or of a newer format."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) and not path.is_dir():  # reading it might never end
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not path.is_dir():  # reading it might never end
             raise UsageError(f"{path} is not a regular file", hint="give a file that `headrace bench … -o FILE` wrote")
-        if found.st_size > MAX_BYTES:
+        if status.st_size > MAX_BYTES:
             raise UsageError(
-                f"{path} has {format_bytes(found.st_size)}, results have at most {format_bytes(MAX_BYTES)}"
+                f"{path} has {format_bytes(status.st_size)}, results have at most {format_bytes(MAX_BYTES)}"
             )
         return decode(path.read_bytes(), str(path))
     except OSError as error:
@@ -205,7 +205,7 @@ MACHINE = ("cpu", "cpus", "memory_gib", "gpu")
 
 def environment(directory: Path | None = None) -> dict[str, Any]:
     """Describe the machine, the versions, the load, and the file system of `directory` (default: the current one)."""
-    found = {
+    described = {
         "python": platform.python_version(),
         "kernel": platform.release(),
         "cpu": _cpu_name(),
@@ -215,9 +215,9 @@ def environment(directory: Path | None = None) -> dict[str, Any]:
         "file_system": _file_system(directory or Path.cwd()),
         "load_before": round(os.getloadavg()[0], 2),
         "commit": _commit(),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }
-    return {name: value for name, value in found.items() if value or value == 0}  # a load of 0 is a fact, too
+    return {name: value for name, value in described.items() if value or value == 0}  # a load of 0 is a fact, too
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -267,8 +267,10 @@ def _commit() -> str:
 
 
 def _git(where: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(where), *arguments], capture_output=True, text=True, timeout=20, check=True)
-    return done.stdout.strip()
+    completed = subprocess.run(
+        ["git", "-C", str(where), *arguments], capture_output=True, text=True, timeout=20, check=True
+    )
+    return completed.stdout.strip()
 
 
 def _version(package: str) -> str | None:

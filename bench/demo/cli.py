@@ -54,14 +54,14 @@ def demo(args: argparse.Namespace) -> int:
     with _progress() as progress:
         result = run_demo(settings, args.media, progress)
     seconds = time.monotonic() - began
-    known = figures(result)
+    measured = figures(result)
     written = args.out / "index.html"
-    written.write_text(page(result, rows(result, known, seconds)))
-    fell = _loss_fell(known)
+    written.write_text(page(result, rows(result, measured, seconds)))
+    fell = _loss_fell(measured)
     if args.json:
-        print(json.dumps(_as_json(result, known, seconds, written)))
+        print(json.dumps(_as_json(result, measured, seconds, written)))
     else:
-        _screen(result, known, seconds, written)
+        _screen(result, measured, seconds, written)
     return 0 if result.proof.equal and fell else _PROOF_FAILED
 
 
@@ -118,22 +118,28 @@ def _plain_lines() -> Progress:
     return show
 
 
-def rows(result: DemoResult, known: Figures, seconds: float) -> list[tuple[str, str]]:
+def rows(result: DemoResult, measured: Figures, seconds: float) -> list[tuple[str, str]]:
     """Return the figures as text to display: (name, text) pairs."""
     settings = result.settings
-    written, state = format_bytes(known.bytes_written), format_bytes(known.bytes_state)
-    rate, waited = _number(known.samples_per_second, ".1f"), _percent(known.data_wait_share)
-    restore, resume = _number(known.restore_seconds, ".2f"), f"{known.resume_seconds:.2f}"
+    written, state = format_bytes(measured.bytes_written), format_bytes(measured.bytes_state)
+    rate, waited = _number(measured.samples_per_second, ".1f"), _percent(measured.data_wait_share)
+    restore, resume = _number(measured.restore_seconds, ".2f"), f"{measured.resume_seconds:.2f}"
     return [
         ("trained on", f"{result.samples} samples packed from {result.clips}; {len(result.skipped)} files skipped"),
-        ("loss", f"{_number(known.first_loss, '.4f')} → {_number(known.last_loss, '.4f')} over {settings.steps} steps"),
+        (
+            "loss",
+            f"{_number(measured.first_loss, '.4f')} → {_number(measured.last_loss, '.4f')} over {settings.steps} steps",
+        ),
         ("throughput", f"{rate} samples/s, {waited} of the time spent waiting for data"),
-        ("time to first batch", f"{_number(known.first_batch_seconds, '.2f')} s"),
-        ("save stall (median)", f"{_number(known.save_stall_seconds, '.4f')} s"),
-        ("written / state", f"{written} written for {state} of state in {known.saves} saves"),
+        ("time to first batch", f"{_number(measured.first_batch_seconds, '.2f')} s"),
+        ("save stall (median)", f"{_number(measured.save_stall_seconds, '.4f')} s"),
+        ("written / state", f"{written} written for {state} of state in {measured.saves} saves"),
         ("killed", f"with SIGKILL, right after the save of step {settings.kill_at} was staged"),
-        ("resumed", f"from step {known.resumed_from}; restore {restore} s; start of process to first step {resume} s"),
-        ("quarantined", ", ".join(known.quarantined) or "nothing"),
+        (
+            "resumed",
+            f"from step {measured.resumed_from}; restore {restore} s; start of process to first step {resume} s",
+        ),
+        ("quarantined", ", ".join(measured.quarantined) or "nothing"),
         ("proof", _proof_text(result)),
         ("whole demo", f"{seconds:.0f} s"),
     ]
@@ -157,22 +163,24 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f} %"
 
 
-def _loss_fell(known: Figures) -> bool:
-    return known.first_loss is not None and known.last_loss is not None and known.last_loss < known.first_loss
+def _loss_fell(measured: Figures) -> bool:
+    return (
+        measured.first_loss is not None and measured.last_loss is not None and measured.last_loss < measured.first_loss
+    )
 
 
-def _screen(result: DemoResult, known: Figures, seconds: float, written: Path) -> None:
+def _screen(result: DemoResult, measured: Figures, seconds: float, written: Path) -> None:
     print()
-    for name, text in rows(result, known, seconds):
+    for name, text in rows(result, measured, seconds):
         print(f"{name:>20}  {text}")
     for skipped in result.skipped:
         print(f"{'skipped':>20}  {skipped}")
-    if not _loss_fell(known):
+    if not _loss_fell(measured):
         print(f"{'FAILED':>20}  the loss did not fall")
     print(f"\n{'the curves':>20}  {written.resolve()}")
 
 
-def _as_json(result: DemoResult, known: Figures, seconds: float, written: Path) -> dict[str, object]:
+def _as_json(result: DemoResult, measured: Figures, seconds: float, written: Path) -> dict[str, object]:
     return {
         "equal": result.proof.equal,
         "differences": list(result.proof.differences),
@@ -180,7 +188,7 @@ def _as_json(result: DemoResult, known: Figures, seconds: float, written: Path) 
         "samples_compared": result.proof.samples,
         "steps_done_twice": list(result.proof.repeated),
         "killed_after_staging_step": result.settings.kill_at,
-        "figures": asdict(known),
+        "figures": asdict(measured),
         "samples": result.samples,
         "skipped": list(result.skipped),
         "sidecar": result.sidecar,

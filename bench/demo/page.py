@@ -47,13 +47,13 @@ def _style() -> str:
 
 
 def _chart(result: DemoResult) -> str:
-    whole, killed, resumed = (loss_curve(part) for part in (result.reference, result.killed, result.resumed))
-    losses = [loss for _, loss in (*whole, *killed, *resumed)] or [0.0]
+    reference, killed, resumed = (loss_curve(part) for part in (result.reference, result.killed, result.resumed))
+    losses = [loss for _, loss in (*reference, *killed, *resumed)] or [0.0]
     low, high = min(losses), max(losses)
     scale = _Scale(result.settings.steps, low, high if high > low else low + 1.0)
     curves = "".join(
         f'<polyline class="{name}" points="{scale.points(curve)}"/>'
-        for name, curve in (("whole", whole), ("killed", killed), ("resumed", resumed))
+        for name, curve in (("whole", reference), ("killed", killed), ("resumed", resumed))
     )
     marks = ""
     if killed and resumed:
@@ -165,5 +165,5 @@ def _share_waited(steps: Sequence[Event]) -> float | None:
 
 
 def _median(values: Iterable[float]) -> float | None:
-    known = list(values)
-    return statistics.median(known) if known else None
+    numbers = list(values)
+    return statistics.median(numbers) if numbers else None

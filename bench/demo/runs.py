@@ -225,15 +225,19 @@ class Proof:
 def compare(reference: Iterable[Event], killed: Iterable[Event], resumed: Iterable[Event], steps: int) -> Proof:
     """Compare the events of an interrupted run, which has two trainers, with those of the uninterrupted one."""
     reference, killed, resumed = list(reference), list(killed), list(resumed)
-    whole, before, after = _by_step(reference), _by_step(killed), _by_step(resumed)
-    differences = _missing("uninterrupted run", whole, steps) + _missing("interrupted run", {**before, **after}, steps)
+    uninterrupted, before, after = _by_step(reference), _by_step(killed), _by_step(resumed)
+    differences = _missing("uninterrupted run", uninterrupted, steps) + _missing(
+        "interrupted run", {**before, **after}, steps
+    )
     for name, part in (("killed trainer", before), ("restarted trainer", after)):
-        differences += [line for step in sorted(part) for line in _difference(name, step, whole.get(step), part[step])]
+        differences += [
+            line for step in sorted(part) for line in _difference(name, step, uninterrupted.get(step), part[step])
+        ]
     if not before or not after:
         differences.append("the trainer was not interrupted during the run")
     if _weights(reference) is None or _weights(reference) != _weights(resumed):
         differences.append("the final weights differ")
-    samples = sum(len(event["ids"]) for event in whole.values())
+    samples = sum(len(event["ids"]) for event in uninterrupted.values())
     return Proof(steps, samples, tuple(sorted(before.keys() & after.keys())), tuple(differences[:20]))
 
 
@@ -245,14 +249,14 @@ def _missing(name: str, steps_done: Mapping[int, Event], steps: int) -> list[str
     return [f"{name}: step {step} is missing" for step in range(1, steps + 1) if step not in steps_done]
 
 
-def _difference(name: str, step: int, wanted: Event | None, got: Event) -> list[str]:
-    if wanted is None:
+def _difference(name: str, step: int, expected: Event | None, actual: Event) -> list[str]:
+    if expected is None:
         return [f"{name}: step {step} is not in the uninterrupted run"]
     lines = []
-    if wanted["ids"] != got["ids"]:
-        lines.append(f"{name}: step {step} trained on samples {got['ids']}, not {wanted['ids']}")
-    if wanted["loss"] != got["loss"]:
-        lines.append(f"{name}: the loss of step {step} is {got['loss']}, not {wanted['loss']}")
+    if expected["ids"] != actual["ids"]:
+        lines.append(f"{name}: step {step} trained on samples {actual['ids']}, not {expected['ids']}")
+    if expected["loss"] != actual["loss"]:
+        lines.append(f"{name}: the loss of step {step} is {actual['loss']}, not {expected['loss']}")
     return lines
 
 

@@ -130,7 +130,7 @@ def _one_step(
 ) -> None:
     began = time.perf_counter()
     batch = next(batches)
-    got = time.perf_counter()
+    loaded_at = time.perf_counter()
     optimizer.zero_grad(set_to_none=True)
     loss = model(batch["video"])
     loss.backward()
@@ -143,8 +143,8 @@ def _one_step(
         ids=[int(i) for i in batch["id"]],
         keys=list(batch["key"]),
         loss=value.hex(),
-        wait=got - began,
-        compute=time.perf_counter() - got,
+        wait=loaded_at - began,
+        compute=time.perf_counter() - loaded_at,
     )
 
 
@@ -174,7 +174,7 @@ def _digest(model: nn.Module) -> str:
     return hasher.hexdigest()
 
 
-def _down(channels_in: int, channels_out: int, stride: tuple[int, int, int]) -> nn.Sequential:
+def _downsampling(channels_in: int, channels_out: int, stride: tuple[int, int, int]) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv3d(channels_in, channels_out, kernel_size=3, stride=stride, padding=1),
         nn.GroupNorm(8, channels_out),
@@ -182,7 +182,7 @@ def _down(channels_in: int, channels_out: int, stride: tuple[int, int, int]) -> 
     )
 
 
-def _up(channels_in: int, channels_out: int, scale: tuple[float, float, float]) -> nn.Sequential:
+def _upsampling(channels_in: int, channels_out: int, scale: tuple[float, float, float]) -> nn.Sequential:
     return nn.Sequential(
         nn.Upsample(scale_factor=scale),
         nn.Conv3d(channels_in, channels_out, kernel_size=3, padding=1),
@@ -202,9 +202,12 @@ class MaskedClipModel(nn.Module):
         super().__init__()
         self.hidden_share = hidden_share
         self.encoder = nn.Sequential(
-            _down(3, 24, (1, 2, 2)), _down(24, 48, (2, 2, 2)), _down(48, 96, (2, 2, 2)), nn.Dropout3d(0.1)
+            _downsampling(3, 24, (1, 2, 2)),
+            _downsampling(24, 48, (2, 2, 2)),
+            _downsampling(48, 96, (2, 2, 2)),
+            nn.Dropout3d(0.1),
         )
-        self.decoder = nn.Sequential(_up(96, 64, (2.0, 2.0, 2.0)), _up(64, 32, (2.0, 2.0, 2.0)))
+        self.decoder = nn.Sequential(_upsampling(96, 64, (2.0, 2.0, 2.0)), _upsampling(64, 32, (2.0, 2.0, 2.0)))
         self.head = nn.Conv3d(
             32, 3 * 4, kernel_size=3, padding=1
         )  # 4 RGB values at each position: a 2x2 patch of pixels

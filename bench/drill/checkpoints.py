@@ -66,14 +66,14 @@ class Trainer:
 
     def seconds_a_step(self, steps: int, between: Callable[[int], object] = lambda step: None) -> list[float]:
         """Return the seconds of each step, including the device's work. `between` runs before each step."""
-        found = []
+        seconds = []
         for number in range(steps):
             began = time.perf_counter()
             between(number)
             self.step()
             self.sync()
-            found.append(time.perf_counter() - began)
-        return found
+            seconds.append(time.perf_counter() - began)
+        return seconds
 
 
 def lazy(gpu: bool) -> PartResult:
@@ -106,7 +106,7 @@ def _save_in_mode(part: PartResult, trainer: Trainer, mode: str, base: float) ->
         for step in range(1, 5):
             began = time.perf_counter()
             handle = checkpointer.save(step, trainer.state())
-            held = time.perf_counter() - began
+            stall = time.perf_counter() - began
             during: list[float] = []
             while not handle.done and len(during) < 400:
                 during += trainer.seconds_a_step(1)
@@ -114,7 +114,7 @@ def _save_in_mode(part: PartResult, trainer: Trainer, mode: str, base: float) ->
             if step == 1:
                 continue  # the first save allocates the arena
             part.add(mode, "durable", time.perf_counter() - began)
-            part.add(mode, "visible", 1e3 * (held + max(0.0, sum(during[:2]) - base * len(during[:2]))))
+            part.add(mode, "visible", 1e3 * (stall + max(0.0, sum(during[:2]) - base * len(during[:2]))))
             if during:
                 part.add(mode, "slow", 100 * (statistics.median(during) / base - 1))
 
@@ -138,7 +138,7 @@ def restore(gpu: bool) -> PartResult:
             seconds = []
             for _ in range(3):
                 for tensor in trainer.model.parameters():
-                    _spoil(tensor)
+                    _overwrite(tensor)
                 if name == "cold":
                     _drop(Path(folder))
                 seconds.append(_restore_once(checkpointer, trainer))
@@ -155,7 +155,7 @@ def _restore_once(checkpointer: Checkpointer, trainer: Trainer) -> float:
     return time.perf_counter() - began
 
 
-def _spoil(tensor: torch.Tensor) -> None:
+def _overwrite(tensor: torch.Tensor) -> None:
     """Overwrite the tensor with zeros."""
     tensor.detach().fill_(0)
 

@@ -41,7 +41,7 @@ def run(gpu: bool) -> PartResult:
     part.metric("wrong", "wrong frames of streams that the loader does not give to DALI", "%")
     for check, packages in CHECKS.items():
         name = check.__name__.replace("_", " ")
-        lacking = [package for package in packages if not _here(package)]
+        lacking = [package for package in packages if not _is_installed(package)]
         if not gpu or lacking:
             part.notes.append(f"{name}: not checked, {'no GPU' if not gpu else 'missing: ' + ', '.join(lacking)}")
             continue
@@ -54,7 +54,7 @@ def run(gpu: bool) -> PartResult:
     return part
 
 
-def _here(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:
@@ -114,12 +114,12 @@ def saves(device: str, size: int = 64 * _MIB) -> None:
                 _slow(device)
                 optimizer.step()
                 handle.result(120)
-                found = {"w": torch.zeros_like(weight), "b": torch.zeros_like(buffer)}
+                restored = {"w": torch.zeros_like(weight), "b": torch.zeros_like(buffer)}
                 _slow(device, 20)
-                for tensor in found.values():
+                for tensor in restored.values():
                     tensor.fill_(-2)  # queued on the device before the restore, which must wait for it
-                checkpointer.restore(found, step=step, strict=False)
-                for key, tensor in found.items():
+                checkpointer.restore(restored, step=step, strict=False)
+                for key, tensor in restored.items():
                     _expect(bool((tensor == step).all()), f"{mode}: {key!r} is not what it was at step {step}")
 
 
@@ -200,7 +200,7 @@ def decoders_do_not_accumulate(part: PartResult, name: str) -> None:
     """DALI keeps up to a hundred decoders for reuse. It must also reuse those of 1080p, whose coded height is 1088."""
     import torch
 
-    from headrace.bench.drill.loading import make, request_for
+    from headrace.bench.drill.nvdec import make, request_for
     from headrace.loaders.decode.dali import DaliDecoder
 
     with tempfile.TemporaryDirectory(prefix="mrb-") as folder:
@@ -223,7 +223,7 @@ def decode_streams_not_given_to_dali(part: PartResult, name: str) -> None:
 
     If DALI decodes the frames correctly, the rule is too strict.
     """
-    from headrace.bench.drill.loading import make, request_for
+    from headrace.bench.drill.nvdec import make, request_for
     from headrace.loaders.decode.dali import DaliDecoder
     from headrace.loaders.decode.pyav import PyAVDecoder
 
@@ -234,7 +234,7 @@ def decode_streams_not_given_to_dali(part: PartResult, name: str) -> None:
             make(path, encoder, 640, 368, options)
             request: Any = request_for(path)
             cpu: Any = PyAVDecoder().decode([request])[0]
-            with _unguarded():
+            with _without_nvdec_check():
                 gpu: Any = DaliDecoder(0).decode([request])[0]
             if isinstance(gpu, Exception):
                 part.notes.append(f"{kind}: DALI refuses it by itself: {gpu}")
@@ -244,7 +244,7 @@ def decode_streams_not_given_to_dali(part: PartResult, name: str) -> None:
 
 
 @contextmanager
-def _unguarded() -> Iterator[None]:
+def _without_nvdec_check() -> Iterator[None]:
     from headrace.loaders.decode import dali
 
     check = dali.check_nvdec
@@ -312,21 +312,23 @@ def probe(gpu: bool) -> PartResult:
 def _card() -> dict[str, object]:
     import torch
 
-    found: dict[str, object] = {"capability": torch.cuda.get_device_capability(0), "cuda": torch.version.cuda}
+    described: dict[str, object] = {"capability": torch.cuda.get_device_capability(0), "cuda": torch.version.cuda}
     if shutil.which("nvidia-smi"):
-        done = subprocess.run(
+        completed = subprocess.run(
             ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=60
         )
-        found |= dict(
-            zip(_QUERY.split(","), (value.strip() for value in done.stdout.split("\n")[0].split(",")), strict=False)
+        described |= dict(
+            zip(
+                _QUERY.split(","), (value.strip() for value in completed.stdout.split("\n")[0].split(",")), strict=False
+            )
         )
-    found["video_library"] = _library("libnvcuvid.so.1")
+    described["video_library"] = _library("libnvcuvid.so.1")
     try:
         backend = importlib.import_module("nvidia.dali.backend_impl")
-        found["dali_gpus"] = backend.GetCUDADeviceCount()
+        described["dali_gpus"] = backend.GetCUDADeviceCount()
     except Exception as error:
-        found["dali_gpus"] = f"{type(error).__name__}: {error}"
-    return found
+        described["dali_gpus"] = f"{type(error).__name__}: {error}"
+    return described
 
 
 def _library(name: str) -> str:
@@ -365,7 +367,7 @@ def suite(gpu: bool) -> PartResult:
     part.metric("collected", "collected", "1", "higher")
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files()]
     environ = {**({"HEADRACE_TESTS_MEDIA": str(_CLIPS)} if _CLIPS.is_dir() else {}), **os.environ}
-    done = subprocess.run(
+    completed = subprocess.run(
         command if gpu else [*command, "--collect-only"],
         cwd=_ROOT,
         capture_output=True,
@@ -373,18 +375,18 @@ def suite(gpu: bool) -> PartResult:
         timeout=_SECONDS,
         env=environ,
     )
-    out = done.stdout
+    out = completed.stdout
     if not gpu:
-        found = re.search(r"(\d+)/\d+ tests collected|(\d+) tests? collected", out)
-        if found is None:
-            raise RuntimeError(f"pytest collected nothing: {(out + done.stderr)[-400:]}")
-        part.add("pytest -m gpu", "collected", int(found[1] or found[2]))
+        count = re.search(r"(\d+)/\d+ tests collected|(\d+) tests? collected", out)
+        if count is None:
+            raise RuntimeError(f"pytest collected nothing: {(out + completed.stderr)[-400:]}")
+        part.add("pytest -m gpu", "collected", int(count[1] or count[2]))
         return part
     if skipped := re.search(r"(\d+) skipped", out):
         part.notes.append(f"{skipped[1]} skipped: " + "; ".join(re.findall(r"^SKIPPED.*", out, re.M))[:400])
     for name in ("passed", "failed"):
         match = re.search(rf"(\d+) {name}", out)
         part.add("pytest -m gpu", name, int(match[1]) if match else 0)
-    if done.returncode not in (0, 5):
+    if completed.returncode not in (0, 5):
         part.fail("pytest -m gpu", "\n".join(re.findall(r"^(?:FAILED|ERROR).*", out, re.M))[:400] or out[-400:])
     return part

@@ -72,23 +72,23 @@ def rates(action: Callable[[], float], seconds: float, least: int = 3) -> list[f
     `action` returns the amount of work that it did. A first run does not count.
     """
     action()
-    found = list[float]()
+    measured = list[float]()
     until = time.perf_counter() + seconds
-    while len(found) < least or time.perf_counter() < until:
+    while len(measured) < least or time.perf_counter() < until:
         began = time.perf_counter()
-        done = action()
-        found.append(done / (time.perf_counter() - began))
-    return found
+        amount = action()
+        measured.append(amount / (time.perf_counter() - began))
+    return measured
 
 
 def timed(action: Callable[[], object], repeat: int = 5, sync: Callable[[], object] = lambda: None) -> list[float]:
     """Return the seconds of each of `repeat` runs, after one that does not count. `sync` waits for background work."""
     action()
     sync()
-    found = []
+    seconds = []
     for _ in range(repeat):
         began = time.perf_counter()
         action()
         sync()
-        found.append(time.perf_counter() - began)
-    return found
+        seconds.append(time.perf_counter() - began)
+    return seconds

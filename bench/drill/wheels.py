@@ -48,16 +48,16 @@ class DrillError(Exception):
     """The drill cannot continue. The message has the next step."""
 
 
-def fetch(folder: Path, constraints: Path, python: str = "3.12", needed: Sequence[str] = NEEDED) -> list[Path]:
+def fetch(folder: Path, constraints: Path, python: str = "3.12", requirements: Sequence[str] = NEEDED) -> list[Path]:
     """Download wheels for CPython `python` on manylinux x86-64, dependencies too, without torch."""
     folder.mkdir(parents=True, exist_ok=True)
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in _GLIBC] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", str(folder)]
     command += ["--python-version", python, "--implementation", "cp", "--constraint", str(constraints)]
     command += [part for name in platforms for part in ("--platform", name)]
-    done = subprocess.run([*command, *needed], capture_output=True, text=True)
-    if done.returncode:
-        raise DrillError(f"pip could not fetch the wheels: {done.stderr.strip()[-800:]}")
+    completed = subprocess.run([*command, *requirements], capture_output=True, text=True)
+    if completed.returncode:
+        raise DrillError(f"pip could not fetch the wheels: {completed.stderr.strip()[-800:]}")
     return in_order(path for path in folder.glob("*.whl") if not _UNUSED.match(path.name))
 
 
@@ -120,30 +120,30 @@ class _Pieces:
 
     def __init__(self, folder: Path, most: int, table: list[dict[str, Any]]) -> None:
         self._folder, self._most, self._table = folder, most, table
-        self._held = bytearray()
+        self._buffer = bytearray()
 
     def write(self, block: bytes) -> None:
-        self._held += block
-        while len(self._held) >= self._most:
-            self._out(self._most)
+        self._buffer += block
+        while len(self._buffer) >= self._most:
+            self._write_piece(self._most)
 
     def close(self) -> None:
-        if self._held:
-            self._out(len(self._held))
+        if self._buffer:
+            self._write_piece(len(self._buffer))
 
-    def _out(self, size: int) -> None:
-        name, data = f"{len(self._table):04d}.piece", bytes(self._held[:size])
+    def _write_piece(self, size: int) -> None:
+        name, data = f"{len(self._table):04d}.piece", bytes(self._buffer[:size])
         (self._folder / name).write_bytes(data)
         self._table.append({"name": name, "bytes": size, "sha256": hashlib.sha256(data).hexdigest()})
-        del self._held[:size]
+        del self._buffer[:size]
 
 
 def missing(pieces: Path) -> list[str]:
     """Return the pieces that are missing or incomplete."""
-    return [entry["name"] for entry in _manifest(pieces)["pieces"] if not _arrived(pieces, entry)]
+    return [entry["name"] for entry in _manifest(pieces)["pieces"] if not _is_complete(pieces, entry)]
 
 
-def _arrived(pieces: Path, entry: dict[str, Any]) -> bool:
+def _is_complete(pieces: Path, entry: dict[str, Any]) -> bool:
     path, digest = pieces / entry["name"], str(entry["sha256"])
     if not path.is_file() or path.stat().st_size != entry["bytes"]:
         return False
@@ -157,26 +157,26 @@ def join(pieces: Path, folder: Path) -> list[Path]:
     for entry in manifest["pieces"]:
         bounds.append((entry["name"], start, start := start + int(entry["bytes"])))
     folder.mkdir(parents=True, exist_ok=True)
-    found = []
+    written = []
     for entry in manifest["wheels"]:
         end = at + int(entry["bytes"])
         touched = [(name, begins) for name, begins, ends in bounds if begins < end and at < ends]
         if not lacking.intersection(name for name, _ in touched):
             source = _Stream([pieces / name for name, _ in touched])
             source.skip(at - touched[0][1] if touched else 0)
-            found.append(_one(source, entry, folder))
+            written.append(_write_wheel(source, entry, folder))
         at = end
-    return found
+    return written
 
 
-def _one(source: _Stream, entry: dict[str, Any], folder: Path) -> Path:
-    path, digest, left = folder / str(entry["name"]), hashlib.sha256(), int(entry["bytes"])
+def _write_wheel(source: _Stream, entry: dict[str, Any], folder: Path) -> Path:
+    path, digest, remaining = folder / str(entry["name"]), hashlib.sha256(), int(entry["bytes"])
     with path.open("wb") as file:
-        while left:
-            block = source.read(min(left, 1 << 20))
+        while remaining:
+            block = source.read(min(remaining, 1 << 20))
             digest.update(block)
             file.write(block)
-            left -= len(block)
+            remaining -= len(block)
     if digest.hexdigest() != entry["sha256"]:
         path.unlink()
         raise DrillError(f"{entry['name']} does not have the digest in the manifest: fetch and split again")
@@ -187,26 +187,26 @@ class _Stream:
     """Reads files one after the other."""
 
     def __init__(self, paths: list[Path]) -> None:
-        self._paths, self._held = list(paths), b""
+        self._paths, self._buffer = list(paths), b""
 
     def skip(self, size: int) -> None:
         while size:
             size -= len(self.read(size))
 
     def read(self, size: int) -> bytes:
-        if not self._held:
+        if not self._buffer:
             if not self._paths:
                 raise DrillError("the pieces hold less than the manifest says: fetch and split again")
-            self._held = self._paths.pop(0).read_bytes()
-        out, self._held = self._held[:size], self._held[size:]
+            self._buffer = self._paths.pop(0).read_bytes()
+        out, self._buffer = self._buffer[:size], self._buffer[size:]
         return out
 
 
 def _manifest(pieces: Path) -> dict[str, Any]:
     """Read the manifest, and check that its names are plain file names and its sizes are valid."""
     try:
-        found: dict[str, Any] = json.loads((pieces / MANIFEST).read_text())
-        entries = [(entry, _NAME) for entry in found["wheels"]] + [(entry, _PIECE) for entry in found["pieces"]]
+        manifest: dict[str, Any] = json.loads((pieces / MANIFEST).read_text())
+        entries = [(entry, _NAME) for entry in manifest["wheels"]] + [(entry, _PIECE) for entry in manifest["pieces"]]
         for entry, pattern in entries:
             if (
                 not pattern.fullmatch(entry["name"])
@@ -220,7 +220,7 @@ def _manifest(pieces: Path) -> dict[str, Any]:
         raise DrillError(
             f"{pieces / MANIFEST} cannot be used ({error}): run `gpu_drill.py fetch` where there is a network"
         ) from None
-    return found
+    return manifest
 
 
 def install(wheels: Sequence[Path], site: Path) -> list[str]:
@@ -228,20 +228,20 @@ def install(wheels: Sequence[Path], site: Path) -> list[str]:
 
     Packages that the machine has, such as torch and numpy, stay as they are.
     """
-    wanted = [wheel for wheel in wheels if not _installed(wheel)]
-    if wanted:
+    missing_wheels = [wheel for wheel in wheels if not _installed(wheel)]
+    if missing_wheels:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-        command += ["--no-cache-dir", "--upgrade", "--target", str(site), *map(str, wanted)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise DrillError(f"pip could not install the wheels: {done.stderr.strip()[-800:]}")
-    return [wheel.name for wheel in wanted]
+        command += ["--no-cache-dir", "--upgrade", "--target", str(site), *map(str, missing_wheels)]
+        completed = subprocess.run(command, capture_output=True, text=True)
+        if completed.returncode:
+            raise DrillError(f"pip could not install the wheels: {completed.stderr.strip()[-800:]}")
+    return [wheel.name for wheel in missing_wheels]
 
 
 def is_installed(pieces: Path, site: Path) -> bool:
     """Return whether all pieces that have arrived were installed into `site` before."""
     try:
-        return bool(json.loads((site / _MARK).read_text()) == _arrivals(pieces))
+        return bool(json.loads((site / _MARK).read_text()) == _complete_digests(pieces))
     except (OSError, ValueError):
         return False
 
@@ -249,12 +249,12 @@ def is_installed(pieces: Path, site: Path) -> bool:
 def note_installed(pieces: Path, site: Path) -> None:
     """Record in `site` that these pieces are installed, for later starts."""
     site.mkdir(parents=True, exist_ok=True)
-    (site / _MARK).write_text(json.dumps(_arrivals(pieces)))
+    (site / _MARK).write_text(json.dumps(_complete_digests(pieces)))
 
 
-def _arrivals(pieces: Path) -> list[str]:
+def _complete_digests(pieces: Path) -> list[str]:
     """Return the digests of the pieces that have arrived completely."""
-    return [str(entry["sha256"]) for entry in _manifest(pieces)["pieces"] if _arrived(pieces, entry)]
+    return [str(entry["sha256"]) for entry in _manifest(pieces)["pieces"] if _is_complete(pieces, entry)]
 
 
 def register(project: Path, site: Path) -> None:

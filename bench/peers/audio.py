@@ -130,10 +130,10 @@ class Recordings:
 
     def described(self, files: int) -> str:
         """Return one line that describes an epoch."""
-        what = f"log-mel {self.n_mels} of windows" if self.n_mels else "windows"
+        output = f"log-mel {self.n_mels} of windows" if self.n_mels else "windows"
         forms = ", ".join(f"{form.ext} {form.rate / 1000:g} kHz" for form in self.forms)
         recordings = f"{files} recordings of {self.shortest} to {self.longest} s ({forms})"
-        return f"{files * self.per_file} {what} of {self.window} s of {recordings}, at {RATE // 1000} kHz, mono"
+        return f"{files * self.per_file} {output} of {self.window} s of {recordings}, at {RATE // 1000} kHz, mono"
 
     def write(self, folder: Path, count: int, progress: Progress) -> None:
         """Write `count` recordings. Of short recordings only the first `DISTINCT` are encoded."""
@@ -146,7 +146,7 @@ class Recordings:
                 continue
             progress(f"making recordings ({self.name})", number / encoded)
             if self.long_files and form.codec != "flac":
-                _repeated(path, form, self, number)
+                _write_repeated(path, form, self, number)
             else:
                 _encoded(path, form, _samples(form, self, number, self.seconds(number)))
 
@@ -184,7 +184,11 @@ KINDS = (
 
 def _samples(form: Form, kind: Recordings, number: int, seconds: int) -> Iterator[npt.NDArray[np.int16]]:
     """Yield the samples of each second."""
-    voice = _voice(form.rate, kind.stretch, 0) if kind.long_files else _voice(form.rate, seconds, number)
+    voice = (
+        _synthesize_voice(form.rate, kind.stretch, 0)
+        if kind.long_files
+        else _synthesize_voice(form.rate, seconds, number)
+    )
     for second in range(seconds):
         at = (second + number if kind.long_files else second) * form.rate % len(voice)
         yield voice[at : at + form.rate]
@@ -206,7 +210,7 @@ def _encoded(target: Path, form: Form, seconds: Iterator[npt.NDArray[np.int16]])
         file.mux(stream.encode(None))
 
 
-def _repeated(target: Path, form: Form, kind: Recordings, number: int) -> None:
+def _write_repeated(target: Path, form: Form, kind: Recordings, number: int) -> None:
     """Write a file that repeats the packets of the synthesized stretch."""
     import av
 
@@ -227,7 +231,7 @@ def _repeated(target: Path, form: Form, kind: Recordings, number: int) -> None:
 
 
 @functools.lru_cache(maxsize=4)
-def _voice(rate: int, seconds: int, number: int) -> npt.NDArray[np.int16]:
+def _synthesize_voice(rate: int, seconds: int, number: int) -> npt.NDArray[np.int16]:
     """Synthesize harmonics with changing formants, in syllables, over noise."""
     rng, count = np.random.default_rng(number), rate * seconds
 
@@ -259,12 +263,12 @@ def soundfile(source: Any, kind: Recordings) -> torch.Tensor:
     soundfile: Any = importlib.import_module("soundfile")
     windows = list[torch.Tensor]()
     with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
-        for start in _starts(len(file) / file.samplerate, kind):
+        for start in _random_starts(len(file) / file.samplerate, kind):
             file.seek(int(start * file.samplerate))
-            found = file.read(kind.window * file.samplerate, dtype="float32", always_2d=True).mean(axis=1)
+            samples = file.read(kind.window * file.samplerate, dtype="float32", always_2d=True).mean(axis=1)
             if file.samplerate != RATE:
-                found = importlib.import_module("soxr").resample(found, file.samplerate, RATE)
-            windows.append(torch.from_numpy(found)[None])
+                samples = importlib.import_module("soxr").resample(samples, file.samplerate, RATE)
+            windows.append(torch.from_numpy(samples)[None])
     return _finished(windows, kind)
 
 
@@ -272,7 +276,7 @@ def torchcodec(source: Any, kind: Recordings) -> torch.Tensor:
     """Decode ranges of seconds, as the documentation shows. torchcodec resamples and downmixes while it decodes."""
     decoder = importlib.import_module("torchcodec.decoders").AudioDecoder(source, sample_rate=RATE, num_channels=1)
     seconds = decoder.metadata.duration_seconds_from_header or 0.0
-    starts = _starts(seconds, kind)
+    starts = _random_starts(seconds, kind)
     return _finished([decoder.get_samples_played_in_range(at, at + kind.window).data for at in starts], kind)
 
 
@@ -282,7 +286,7 @@ def pyav(source: Any, kind: Recordings) -> torch.Tensor:
 
     with av.open(io.BytesIO(source) if isinstance(source, bytes) else source, "r") as container:
         stream = container.streams.audio[0]
-        starts = _starts(float(container.duration or 0) / 1e6, kind)
+        starts = _random_starts(float(container.duration or 0) / 1e6, kind)
         return _finished([_pyav(container, stream, start, kind.window) for start in starts], kind)
 
 
@@ -291,15 +295,15 @@ def _pyav(container: Any, stream: Any, start: float, seconds: int) -> torch.Tens
 
     resampler = av.AudioResampler(format="fltp", layout="mono", rate=RATE)
     container.seek(int(start * 1e6))
-    parts, first, there = list[torch.Tensor](), 0, 0
+    parts, first, decoded_samples = list[torch.Tensor](), 0, 0
     for frame in container.decode(stream):
         if frame.time + frame.samples / frame.sample_rate <= start:
             continue
         if not parts:
             first = max(0, round((start - frame.time) * RATE))
         parts += [torch.from_numpy(part.to_ndarray()) for part in resampler.resample(frame)]
-        there += parts[-1].shape[1] if parts else 0
-        if there >= first + seconds * RATE:
+        decoded_samples += parts[-1].shape[1] if parts else 0
+        if decoded_samples >= first + seconds * RATE:
             break
     return torch.cat(parts, 1)[:, first:] if parts else torch.zeros(1, 0)
 
@@ -312,7 +316,7 @@ def spdl(source: bytes | str, kind: Recordings, seconds: int) -> torch.Tensor:
     io_: Any = importlib.import_module("spdl.io")
     windows = list[torch.Tensor]()
     with io_.Demuxer(source) as demuxer:
-        for start in _starts(seconds, kind):
+        for start in _random_starts(seconds, kind):
             # Whole microseconds: the exact fraction of a float may need a denominator of more than 64 bits.
             begin = Fraction(round(start * 1e6), 1_000_000)
             packets = _packets(io_, demuxer, source, (begin, begin + kind.window))
@@ -327,19 +331,19 @@ def _packets(io_: Any, demuxer: Any, source: Any, span: tuple[Fraction, Fraction
     try:
         return demuxer.demux_audio(span)
     except RuntimeError:
-        with io_.Demuxer(source) as again:
-            return again.demux_audio()
+        with io_.Demuxer(source) as fresh_demuxer:
+            return fresh_demuxer.demux_audio()
 
 
-def _starts(seconds: float, kind: Recordings) -> Sequence[float]:
+def _random_starts(seconds: float, kind: Recordings) -> Sequence[float]:
     return sorted(random.uniform(0, max(0.0, seconds - kind.window)) for _ in range(kind.per_file))
 
 
 def _finished(windows: Sequence[torch.Tensor], kind: Recordings) -> torch.Tensor:
     """Cut or pad the windows to the exact length, and compute spectrograms if `kind` has mels."""
-    wanted = kind.window * RATE
+    length = kind.window * RATE
     sound = torch.stack(
-        [torch.nn.functional.pad(one[:, :wanted], (0, max(0, wanted - one.shape[1]))) for one in windows]
+        [torch.nn.functional.pad(one[:, :length], (0, max(0, length - one.shape[1]))) for one in windows]
     )
     return _mels(sound, kind.n_mels) if kind.n_mels else sound
 
@@ -397,17 +401,17 @@ def _decoder_only(source: Source, kind: Recordings) -> Iterator[torch.Tensor]:
 
     spec, window = AudioSpec(RATE, seconds=kind.window), Window(kind.window, per_sample=kind.per_file)
 
-    def one(sample: Sample, bytes_: memoryview) -> torch.Tensor:
-        found, info, pieces = list[torch.Tensor](), sample.audio, sample.members[0].pieces
+    def decode_sample(sample: Sample, bytes_: memoryview) -> torch.Tensor:
+        sounds, info, pieces = list[torch.Tensor](), sample.audio, sample.members[0].pieces
         assert info is not None
         data = _Marked(bytes_, pieces.marks) if pieces is not None and pieces.marks else bytes_
         for number in range(kind.per_file):
             start = begin(info, window, SampleRef(0, sample.id, sample, number))
             sound, _ = decode_audio(data, info, start, spec, spec.samples(), True)
-            found.append(torch.from_numpy(sound))
-        return torch.stack([log_mel(sound, RATE, LogMel(kind.n_mels)) for sound in found] if kind.n_mels else found)
+            sounds.append(torch.from_numpy(sound))
+        return torch.stack([log_mel(sound, RATE, LogMel(kind.n_mels)) for sound in sounds] if kind.n_mels else sounds)
 
-    return loaders.decoder_only(one, source, kind)
+    return loaders.decoder_only(decode_sample, source, kind)
 
 
 def _spdl_named(named: tuple[str, bytes | str], kind: Recordings) -> torch.Tensor:

@@ -104,7 +104,7 @@ def dcp(where: str, training: Training, *, kind: str) -> Built:
 
 
 def _dcp(writer: Callable[[], Any], reader: Callable[[], Any], kind: str) -> Built:
-    group, own = _group()
+    group, owns_group = _group()
     more: dict[str, Any] = {}
     if kind == "stager":
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -122,14 +122,14 @@ def _dcp(writer: Callable[[], Any], reader: Callable[[], Any], kind: str) -> Bui
         if kind == "sync":
             tdc.save(values, storage_writer=writer(), process_group=group)
             return lambda: None
-        found: Any = tdc.async_save(values, storage_writer=writer(), process_group=group, **more)
-        future = getattr(found, "upload_completion", found)
+        response: Any = tdc.async_save(values, storage_writer=writer(), process_group=group, **more)
+        future = getattr(response, "upload_completion", response)
         return lambda: future.result(SECONDS)
 
     def restore(target: State) -> None:
         tdc.load(target, storage_reader=reader(), process_group=group)
 
-    return Built(save, restore, dist.destroy_process_group if own else (lambda: None))
+    return Built(save, restore, dist.destroy_process_group if owns_group else (lambda: None))
 
 
 def _group() -> tuple[Any, bool]:
@@ -145,9 +145,9 @@ def _group() -> tuple[Any, bool]:
 def _free_port() -> int:
     import socket
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
         return port
 
 
@@ -177,10 +177,10 @@ def torch_checkpointing(where: str, training: Training) -> Built:
         return wait
 
     def restore(target: State) -> None:
-        found = manager.load(paths.last, into={"state": target})["state"]
+        loaded = manager.load(paths.last, into={"state": target})["state"]
         for name, tensor in target.items():
-            if found[name] is not tensor:
-                tensor.copy_(found[name])
+            if loaded[name] is not tensor:
+                tensor.copy_(loaded[name])
 
     return Built(
         save, restore, manager.close, manager.lock, lambda: manager.prewarm_staging({"state": training.state()})
@@ -224,7 +224,7 @@ Wait = Callable[[], object]
 SECONDS = 240
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -239,9 +239,9 @@ class Built:
 
     save: Callable[[State], Wait]
     restore: Callable[[State], object]
-    close: Callable[[], object] = _nothing
+    close: Callable[[], object] = _do_nothing
     guard: Guard = contextlib.nullcontext
-    warm_up: Callable[[], object] = _nothing
+    warm_up: Callable[[], object] = _do_nothing
     """A trainer may call this once, after its first steps."""
 
 
@@ -313,24 +313,24 @@ def floor(where: str, training: Training) -> Built:
         area = areas[0]
         _all(pool, lambda name: np.copyto(_at(area, name), _bytes(values[name])), values)
         paths.append(f"{where}/{len(paths)}")  # replacing a file takes longer than creating one
-        done: Future[None] = writer.submit(_write, paths[-1], area, writers)
-        return lambda: done.result(SECONDS)
+        written: Future[None] = writer.submit(_write, paths[-1], area, writers)
+        return lambda: written.result(SECONDS)
 
     def restore(target: State) -> None:
         fd = _open(paths[-1], os.O_RDONLY)
 
-        def one(name: str) -> None:
+        def read_tensor(name: str) -> None:
             place, length = areas[0].places[name]
-            wanted = _bytes(target[name])
+            target_bytes = _bytes(target[name])
             for at in range(0, length, _READ):
                 size = min(_READ, length - at)
                 buffer = buffers.bytes[: -(-size // _PAGE) * _PAGE]
                 os.preadv(fd, [buffer], place + at)
                 blake3(buffer[:size]).digest()
-                np.copyto(wanted[at : at + size], np.frombuffer(buffer[:size], np.uint8))
+                np.copyto(target_bytes[at : at + size], np.frombuffer(buffer[:size], np.uint8))
 
         try:
-            _all(readers, one, target)
+            _all(readers, read_tensor, target)
         finally:
             os.close(fd)
 
@@ -345,8 +345,8 @@ class _ReadBuffer(threading.local):
 
 
 def _all(pool: ThreadPoolExecutor, work: Callable[[str], object], names: State) -> None:
-    for done in [pool.submit(work, name) for name in names]:
-        done.result(SECONDS)
+    for future in [pool.submit(work, name) for name in names]:
+        future.result(SECONDS)
 
 
 def _at(area: Area, name: str) -> Bytes:
@@ -355,8 +355,8 @@ def _at(area: Area, name: str) -> Bytes:
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:
-    found: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return found
+    flat: Bytes = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return flat
 
 
 def _write(path: str, area: Area, writers: ThreadPoolExecutor) -> None:

@@ -69,7 +69,7 @@ def decoder_only(
 
     folder = source.folder / "dataset"
 
-    def one(sample: Sample) -> torch.Tensor:
+    def decode_file(sample: Sample) -> torch.Tensor:
         torch.set_num_threads(1)
         (member,) = sample.members
         with contextlib.ExitStack() as opened:
@@ -81,11 +81,11 @@ def decoder_only(
                 data = opened.enter_context(data[member.offset : member.offset + member.length])
             return decode(sample, data)
 
-    with contextlib.ExitStack() as held:
-        dataset = held.enter_context(Dataset(str(folder)))
+    with contextlib.ExitStack() as stack:
+        dataset = stack.enter_context(Dataset(str(folder)))
         names = {sample.shard for sample in dataset}
-        shards = {name: held.enter_context((folder / name).open("rb", buffering=0)) for name in names}
-        yield from held.enter_context(ThreadPoolExecutor(THREADS)).map(one, dataset)
+        shards = {name: stack.enter_context((folder / name).open("rb", buffering=0)) for name in names}
+        yield from stack.enter_context(ThreadPoolExecutor(THREADS)).map(decode_file, dataset)
 
 
 def _decode_file(decode: Decode, source: Source, kind: Kind, name: str) -> torch.Tensor:

@@ -73,7 +73,7 @@ def _headrace(url: str, width: int, largest: int, options: Mapping[str, object])
     with open_store(url, storage_options=options) as store:
         yield {
             **dict.fromkeys(("get", "range", "small"), lambda k, o, n: _read_into(store, buffers, k, o, n)),
-            "put": lambda k, o, n: _done(store.put(k, buffers.body[:n]), n),
+            "put": lambda k, o, n: _after(store.put(k, buffers.body[:n]), n),
             "multipart": lambda k, o, n: store.put_multipart(k, buffers.parts(n)),
             "list": lambda k, o, n: sum(1 for _ in store.list(k)),
         }
@@ -85,12 +85,12 @@ def _read_into(store: Store, buffers: _Buffers, key: str, offset: int, size: int
     return size
 
 
-def _done(_: object, size: int) -> int:
+def _after(_: object, size: int) -> int:
     return size
 
 
 @contextlib.contextmanager
-def _os(url: str, width: int, largest: int) -> Iterator[Operations]:
+def _system_calls(url: str, width: int, largest: int) -> Iterator[Operations]:
     """The lower bound ("floor") for directories, with system calls only: pread, and write + fsync + rename."""
     root, buffers = folder_of(url), _Buffers(largest)
 
@@ -135,8 +135,8 @@ def _s3fs(url: str, width: int, largest: int) -> Iterator[Operations]:
         "get": lambda k, o, n: _expect(fs.cat_file(f"{root}/{k}"), n),
         "range": ranged,
         "small": ranged,
-        "put": lambda k, o, n: _done(fs.pipe_file(f"{root}/{k}", bytes(buffers.body[:n])), n),
-        "multipart": lambda k, o, n: _done(
+        "put": lambda k, o, n: _after(fs.pipe_file(f"{root}/{k}", bytes(buffers.body[:n])), n),
+        "multipart": lambda k, o, n: _after(
             fs.pipe_file(f"{root}/{k}", bytes(buffers.body[:n]), chunksize=PART_BYTES), n
         ),
         "list": lambda k, o, n: len(fs.ls(f"{root}/{k}".rstrip("/"), refresh=True)),
@@ -171,15 +171,15 @@ def _boto3(url: str, width: int, largest: int) -> Iterator[Operations]:
         return size
 
     def listed(prefix: str, *_: int) -> int:
-        pages = client.get_paginator("list_objects_v2")
-        found = pages.paginate(Bucket=config.bucket, Prefix=config.full_key("x")[:-1] + prefix)
-        return sum(page.get("KeyCount", 0) for page in found)
+        paginator = client.get_paginator("list_objects_v2")
+        pages = paginator.paginate(Bucket=config.bucket, Prefix=config.full_key("x")[:-1] + prefix)
+        return sum(page.get("KeyCount", 0) for page in pages)
 
     yield {
         "get": lambda k, o, n: _expect(client.get_object(**place(k))["Body"].read(), n),
         "range": ranged,
         "small": ranged,
-        "put": lambda k, o, n: _done(client.put_object(**place(k), Body=bytes(buffers.body[:n])), n),
+        "put": lambda k, o, n: _after(client.put_object(**place(k), Body=bytes(buffers.body[:n])), n),
         "multipart": multipart,
         "list": listed,
     }
@@ -197,8 +197,10 @@ def _obstore(url: str, width: int, largest: int) -> Iterator[Operations]:
 
     def put(key: str, size: int, *, parts: bool) -> int:
         body = buffers.body[:size]
-        whole: Any = io.BytesIO(body) if parts else body  # obstore accepts a stream as a file object
-        obstore.put(store, config.full_key(key), whole, use_multipart=parts, chunk_size=PART_BYTES, max_concurrency=4)
+        contents: Any = io.BytesIO(body) if parts else body  # obstore accepts a stream as a file object
+        obstore.put(
+            store, config.full_key(key), contents, use_multipart=parts, chunk_size=PART_BYTES, max_concurrency=4
+        )
         return size
 
     def listed(prefix: str, *_: int) -> int:
@@ -232,24 +234,24 @@ def _expect(data: Any, size: int) -> int:
     return _expect_size(len(data), size)
 
 
-def _expect_size(found: int, size: int) -> int:
-    if found != size:
-        raise AssertionError(f"{found} bytes instead of {size}")
+def _expect_size(received: int, size: int) -> int:
+    if received != size:
+        raise AssertionError(f"{received} bytes instead of {size}")
     return size
 
 
-def _ours(**options: object) -> Opener:
+def _headrace_with(**options: object) -> Opener:
     return lambda url, width, largest: _headrace(url, width, largest, options)
 
 
 _OPEN: dict[str, Opener] = {
-    "headrace": _ours(),
-    "headrace, s3fs": _ours(client="s3fs"),
-    "headrace, O_DIRECT": _ours(direct=True),
+    "headrace": _headrace_with(),
+    "headrace, s3fs": _headrace_with(client="s3fs"),
+    "headrace, O_DIRECT": _headrace_with(direct=True),
     "s3fs": _s3fs,
     "boto3": _boto3,
     "obstore": _obstore,
-    "os": _os,
+    "os": _system_calls,
 }
 S3_CLIENTS = ("headrace", "headrace, s3fs", "s3fs", "boto3", "obstore")
 FILE_CLIENTS = ("headrace", "headrace, O_DIRECT", "os")

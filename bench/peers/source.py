@@ -285,9 +285,9 @@ def write_mds(clips: str, target: str, shard_bytes: int) -> None:
 
 
 def _require_success(command: list[str], name: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr[-500:]}")
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if completed.returncode:
+        raise RuntimeError(f"{name}: {completed.stderr[-500:]}")
 
 
 @functools.cache

@@ -271,7 +271,7 @@ def pyav(source: Any, kind: Videos) -> torch.Tensor:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         seconds = float(container.duration or 0) / 1e6
-        starts = _starts(seconds - FRAMES * STRIDE / float(stream.average_rate or FPS), kind)
+        starts = _random_starts(seconds - FRAMES * STRIDE / float(stream.average_rate or FPS), kind)
         return torch.stack([_pyav(container, stream, start, kind.size) for start in starts])
 
 
@@ -309,7 +309,7 @@ def spdl(source: bytes | str, kind: Videos) -> torch.Tensor:
     """
     io_: Any = importlib.import_module("spdl.io")
     with io_.Demuxer(source) as demuxer:
-        starts = _starts(kind.length - FRAMES * STRIDE / FPS, kind)
+        starts = _random_starts(kind.length - FRAMES * STRIDE / FPS, kind)
         return torch.stack([_spdl(io_, demuxer, start, kind.size) for start in starts])
 
 
@@ -328,7 +328,7 @@ def _spdl(io_: Any, demuxer: Any, start: float, size: int) -> torch.Tensor:
     return torch.cat([clip, clip[-1:].expand(FRAMES - len(clip), -1, -1, -1)]).contiguous()
 
 
-def _starts(room: float, kind: Videos) -> Sequence[float]:
+def _random_starts(room: float, kind: Videos) -> Sequence[float]:
     return sorted(random.uniform(0, max(0.0, room)) for _ in range(kind.per_file))
 
 
@@ -379,11 +379,11 @@ def decode_only(source: Source, kind: Any, clip: Any, size: int, color: Any = "b
 
     decoder, fit = PyAVDecoder(), Fit((size, size))
 
-    def one(sample: Sample, data: memoryview) -> torch.Tensor:
+    def decode_sample(sample: Sample, data: memoryview) -> torch.Tensor:
         assert sample.video is not None
-        wanted = [choose(sample.video, clip, 0, 0, sample.id, number) for number in range(kind.per_file)]
-        found = decoder.decode([Request(data, sample.video, frames, color, fit) for frames in wanted])
-        assert all(isinstance(decoded, Decoded) for decoded in found), found
-        return torch.stack([decoded.frames for decoded in found if isinstance(decoded, Decoded)])
+        clips = [choose(sample.video, clip, 0, 0, sample.id, number) for number in range(kind.per_file)]
+        results = decoder.decode([Request(data, sample.video, frames, color, fit) for frames in clips])
+        assert all(isinstance(decoded, Decoded) for decoded in results), results
+        return torch.stack([decoded.frames for decoded in results if isinstance(decoded, Decoded)])
 
-    return loaders.decoder_only(one, source, kind)
+    return loaders.decoder_only(decode_sample, source, kind)

@@ -74,23 +74,23 @@ def all_(args: argparse.Namespace) -> int:
     started = datetime.now(UTC).isoformat(timespec="seconds")
     with translate_os_errors(f"making {args.output}"):
         args.output.mkdir(parents=True, exist_ok=True)
-    found = Run(shown(["headrace", "bench", "all", *args.argv]), started, environment(args.output))
-    found.parts = run(plan, args.output, 60 * args.minutes, found)
-    for part in found.parts:
+    document = Run(shown(["headrace", "bench", "all", *args.argv]), started, environment(args.output))
+    document.parts = run(plan, args.output, 60 * args.minutes, document)
+    for part in document.parts:
         print(
             f"{part.name:15} {'in part' if part.status == 'done' and part.failed else part.status:12} {part.why[:200]}"
         )
     print(f"wrote {args.output / 'bench.json'} and {args.output / 'report.md'}")
-    user = any(part.why == BY_USER for part in found.parts)
-    return 130 if user else min(1, exit_code(found))
+    user = any(part.why == BY_USER for part in document.parts)
+    return 130 if user else min(1, exit_code(document))
 
 
 def _chosen(only: str | None) -> list[PlannedRun]:
     names = only.split(",") if only else [short.name for short in PLAN]
-    known = {short.name: short for short in PLAN}
-    if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"no benchmark {unknown[0]!r} in the plan", hint=f"there are {', '.join(known)}")
-    return [known[name] for name in names]
+    by_name = {short.name: short for short in PLAN}
+    if unknown := [name for name in names if name not in by_name]:
+        raise UsageError(f"no benchmark {unknown[0]!r} in the plan", hint=f"there are {', '.join(by_name)}")
+    return [by_name[name] for name in names]
 
 
 def run(plan: Sequence[PlannedRun], folder: Path, seconds: float, document: Run) -> list[Part]:
@@ -98,31 +98,31 @@ def run(plan: Sequence[PlannedRun], folder: Path, seconds: float, document: Run)
     until, interrupted = time.monotonic() + seconds, False
     parts = [Part(short.name, status="skipped", why="not started") for short in plan]
     for place, short in enumerate(plan):
-        left = until - time.monotonic()
-        share = time_limit(short.need, left, sum(later.need for later in plan[place + 1 :]))
+        remaining = until - time.monotonic()
+        share = time_limit(short.need, remaining, sum(later.need for later in plan[place + 1 :]))
         if interrupted:
             parts[place].why = "interrupted before it was started"
         elif share < 1:
             parts[place].why = "no time was left; --minutes gives more"
         else:
             print(f"{short.name} (at most {share:.0f} s) …", file=sys.stderr, flush=True)
-            parts[place], interrupted = _one(short, folder, share)
+            parts[place], interrupted = _run_one(short, folder, share)
         document.parts = parts
         write(document, folder / "bench.json")
         (folder / "report.md").write_text(markdown([document]))
     return parts
 
 
-def time_limit(need: float, left: float, later: float) -> float:
+def time_limit(need: float, remaining: float, later: float) -> float:
     """Return the seconds that a benchmark may take.
 
-    It needs `need` seconds, the later ones need `later`, and `left` are left. The benchmark gets all time that the
+    It needs `need` seconds, the later ones need `later`, and `remaining` are left. The benchmark gets all time that the
     later ones do not need. If there is too little time for all, it gets its share.
     """
-    return max(left - later, left * need / (need + later) if need + later else 0.0)
+    return max(remaining - later, remaining * need / (need + later) if need + later else 0.0)
 
 
-def _one(short: PlannedRun, folder: Path, seconds: float) -> tuple[Part, bool]:
+def _run_one(short: PlannedRun, folder: Path, seconds: float) -> tuple[Part, bool]:
     """Run one benchmark. Return its part of the results, and whether the user interrupted it."""
     path, log, scratch = folder / f"{short.name}.json", folder / f"{short.name}.log", folder / "scratch"
     path.unlink(missing_ok=True)

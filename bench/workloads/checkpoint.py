@@ -118,9 +118,9 @@ def show(part: Part) -> str:
         return part_table(part, _shown(part))
     texts = []
     for place in places:
-        own = {n.removeprefix(f"{place}: "): s for n, s in part.candidates.items() if n.startswith(f"{place}: ")}
-        one = Part(part.name, metrics=part.metrics, candidates=own, against="dcp.async_save")
-        texts.append(f"### {place}\n\n{part_table(one, _shown(one))}")
+        of_place = {n.removeprefix(f"{place}: "): s for n, s in part.candidates.items() if n.startswith(f"{place}: ")}
+        part_of_place = Part(part.name, metrics=part.metrics, candidates=of_place, against="dcp.async_save")
+        texts.append(f"### {place}\n\n{part_table(part_of_place, _shown(part_of_place))}")
     more = [f"\n**{part.status}**: {part.why}"] if part.status != "done" else []
     return "\n\n".join([*texts, *more])
 
@@ -160,7 +160,7 @@ def checkpoint(job: Job, part: Part) -> None:
     part.settings = {"mib": mib, "ranks": args.ranks, "on": places, "missing": missing}
     part.against = "dcp.async_save" if len(places) == 1 else f"{places[0]}: dcp.async_save"
     part.metrics = METRICS
-    wanted: list[Candidate] = []
+    candidates: list[Candidate] = []
     with contextlib.ExitStack() as stack:
         part.settings["glibc_tunables"] = stack.enter_context(glibc_tunables(streaming=args.streaming_copies))
         for place in places:
@@ -171,8 +171,8 @@ def checkpoint(job: Job, part: Part) -> None:
                     missing[f"{place}: {name}"] = why
                     continue
                 function = "headrace.bench.workloads.checkpoint_worker:measure_in_process"
-                wanted.append(Candidate(label, function, (name, where, mib, args.ranks, args.steps, args.lora)))
-        alternate(wanted, job.rounds, job.progress, part.candidates, seconds=_SECONDS)
+                candidates.append(Candidate(label, function, (name, where, mib, args.ranks, args.steps, args.lora)))
+        alternate(candidates, job.rounds, job.progress, part.candidates, seconds=_SECONDS)
     part.notes = [f"left out: {name} ({why})" for name, why in missing.items()] if args.all else []
 
 
@@ -186,11 +186,11 @@ def glibc_tunables(*, streaming: bool) -> Iterator[str]:
         yield os.environ.get(copy_threads.VARIABLE, "")
 
 
-def _places(given: str) -> list[str]:
-    found = given.split(",")
-    if unknown := [name for name in found if name not in PLACES]:
+def _places(text: str) -> list[str]:
+    places = text.split(",")
+    if unknown := [name for name in places if name not in PLACES]:
         raise UsageError(f"no place {unknown[0]!r} to save to", hint=f"there are: {', '.join(PLACES)}")
-    return found
+    return places
 
 
 @contextlib.contextmanager

@@ -86,8 +86,8 @@ def measure(job: Job) -> Figures:
     before = memory_kib("VmRSS")
     out |= _keys("first", _save(job, built, training), "stall_s", "durable_s", "mib")
     training.step()
-    found = _save(job, built, training)
-    out |= _keys("step", found, "stall_s", "waited_s", "durable_s", "mib") | {"slow_down": found["step"] / quiet}
+    figures = _save(job, built, training)
+    out |= _keys("step", figures, "stall_s", "waited_s", "durable_s", "mib") | {"slow_down": figures["step"] / quiet}
     out["extra_mib"] = (memory_kib("VmHWM") - before + _children_kib()) / 1024
     if job.steps:
         for _ in range(job.steps):
@@ -97,9 +97,9 @@ def measure(job: Job) -> Figures:
     training.step()
     _save(job, built, training)  # changes of earlier steps must not count
     training.step()
-    wanted = {name: tensor.detach().clone() for name, tensor in training.state().items()}
+    expected = {name: tensor.detach().clone() for name, tensor in training.state().items()}
     out |= _keys("frozen", _save(job, built, training), "durable_s", "mib")
-    out |= _restores(job, built, wanted)
+    out |= _restores(job, built, expected)
     if job.lora:
         training.to_lora()
         _save(job, built, training)
@@ -109,8 +109,8 @@ def measure(job: Job) -> Figures:
     return _slowest(out | meter.read())
 
 
-def _keys(prefix: str, found: Mapping[str, float], *keys: str) -> Figures:
-    return {f"{prefix}_{key}": found[key] for key in keys}
+def _keys(prefix: str, figures: Mapping[str, float], *keys: str) -> Figures:
+    return {f"{prefix}_{key}": figures[key] for key in keys}
 
 
 def _save(job: Job, built: Built, training: Training) -> Figures:
@@ -152,27 +152,27 @@ def _save(job: Job, built: Built, training: Training) -> Figures:
     }
 
 
-def _restores(job: Job, built: Built, wanted: State) -> Figures:
+def _restores(job: Job, built: Built, expected: State) -> Figures:
     """Restore into allocated memory, as a trainer does, and compare.
 
     The restores are cold (on a disk only), warm and, with several ranks, into unsharded tensors.
     """
     out: Figures = {}
     on_disk = "://" not in job.where and not job.where.startswith("/dev/shm")
-    target = {name: torch.ones_like(tensor) for name, tensor in wanted.items()}
+    target = {name: torch.ones_like(tensor) for name, tensor in expected.items()}
     if on_disk:
         out["restore_cold_s"] = _restore(built, target, lambda: drop_from_page_cache(job.where))
-        _require_equal(target, wanted)
+        _require_equal(target, expected)
         target = {name: tensor.zero_() for name, tensor in target.items()}
     out["restore_s"] = _restore(built, target, lambda: read_into_page_cache(job.where))
-    _require_equal(target, wanted)
+    _require_equal(target, expected)
     if job.ranks > 1:
         del target
         gc.collect()
-        whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in wanted.items()}
-        other = {name: torch.ones_like(tensor) for name, tensor in whole.items()}
-        out["restore_other_s"] = _restore(built, other, lambda: read_into_page_cache(job.where))
-        _require_equal(other, whole)
+        full = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in expected.items()}
+        full_target = {name: torch.ones_like(tensor) for name, tensor in full.items()}
+        out["restore_other_s"] = _restore(built, full_target, lambda: read_into_page_cache(job.where))
+        _require_equal(full_target, full)
     return out
 
 
@@ -185,20 +185,22 @@ def _restore(built: Built, target: State, prepare: Callable[[], object]) -> floa
     return time.perf_counter() - began
 
 
-def _require_equal(found: State, wanted: State) -> None:
-    for name, tensor in found.items():
-        ours, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, wanted[name]))
-        if not torch.equal(ours, theirs):
+def _require_equal(restored: State, expected: State) -> None:
+    for name, tensor in restored.items():
+        restored_local, expected_local = (
+            t.to_local() if isinstance(t, DTensor) else t for t in (tensor, expected[name])
+        )
+        if not torch.equal(restored_local, expected_local):
             raise AssertionError(f"{name} was restored as something else")
 
 
 def _seconds_of_a_step(training: Training) -> float:
-    found = []
+    seconds = []
     for _ in range(5):
         began = time.perf_counter()
         training.step()
-        found.append(time.perf_counter() - began)
-    return sorted(found)[2]
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds)[2]
 
 
 # --- ranks
@@ -359,5 +361,5 @@ def _start_ranks(arguments: tuple[Any, ...], ranks: int) -> Figures:
         for rank, failed in enumerate(ended):
             if failed:
                 sys.exit(f"rank {rank}: {(folder / f'{rank}.err').read_text()[-2000:]}")
-        found: Figures = json.loads((folder / "0.out").read_text().strip().splitlines()[-1])
-        return found
+        figures: Figures = json.loads((folder / "0.out").read_text().strip().splitlines()[-1])
+        return figures

@@ -84,8 +84,10 @@ def loader(job: Job, part: Part) -> None:
     args, kind = job.args, kinds()[job.args.kind]
     files = _file_count(args.clips or kind.default, kind)
     pythons, peers = _pythons(args.peer_python), kind.peers()
-    needed = {package for peer in peers.values() for package in peer.packages}
-    missing = sorted(package for package in needed if not pythons.get(_short(package)) and not _installed(package))
+    peer_packages = {package for peer in peers.values() for package in peer.packages}
+    missing = sorted(
+        package for package in peer_packages if not pythons.get(_short(package)) and not _installed(package)
+    )
     packages = {name: peer.packages for name, peer in peers.items()}
     names = _names(args.only, list(kind.ours()), packages, missing)
     folder = _prepared(job, kind, files, names, pythons)
@@ -103,7 +105,7 @@ def loader(job: Job, part: Part) -> None:
     part.metrics, part.against = METRICS | (FROM_S3 if args.s3 else {}), FLOOR if FLOOR in names else names[0]
     part.notes += _notes(kind, args)
     with _served(folder.parent, args) as port:
-        wanted = [
+        candidates = [
             Candidate(
                 name,
                 "headrace.bench.workloads.loader:measure_in_process",
@@ -113,7 +115,7 @@ def loader(job: Job, part: Part) -> None:
             )
             for name in names
         ]
-        alternate(wanted, job.rounds, job.progress, part.candidates)
+        alternate(candidates, job.rounds, job.progress, part.candidates)
 
 
 def _notes(kind: Kind, args: argparse.Namespace) -> list[str]:
@@ -139,17 +141,17 @@ def _file_count(samples: int, kind: Kind) -> int:
     return samples // kind.per_file
 
 
-def _pythons(given: Sequence[str]) -> dict[str, str]:
+def _pythons(pairs: Sequence[str]) -> dict[str, str]:
     """Return the interpreter of each peer that has its own."""
-    found = dict[str, str]()
-    for pair in given:
+    pythons = dict[str, str]()
+    for pair in pairs:
         name, separator, python = pair.partition("=")
         if not separator or shutil.which(python) is None:
             raise UsageError(
                 f"--peer-python {pair!r:.200} names no interpreter", hint="for example energon=/envs/energon/bin/python"
             )
-        found[name] = python
-    return found
+        pythons[name] = python
+    return pythons
 
 
 def _short(package: str) -> str:
@@ -169,8 +171,8 @@ def _names(
     names = [*ours, *(name for name, packages in peers.items() if not set(packages) & set(missing))]
     for name in only or ():
         if name in peers and name not in names:
-            needed = " and ".join(peers[name])
-            raise UsageError(f"{name!r} needs {needed}", hint="pip install 'headrace[peers]', or --peer-python")
+            required = " and ".join(peers[name])
+            raise UsageError(f"{name!r} needs {required}", hint="pip install 'headrace[peers]', or --peer-python")
         if name not in names:
             raise UsageError(f"there is no candidate {name!r:.200}", hint=f"there are {', '.join(map(repr, names))}")
     return [name for name in names if not only or name in only]
@@ -183,9 +185,9 @@ def _prepared(job: Job, kind: Kind, files: int, names: Sequence[str], pythons: M
     folder: Path = (job.args.data or job.scratch) / kind.folder
     if not (folder / "dataset").is_dir():
         source.make(kind, folder, files, job.progress)
-    if (found := len(list((folder / "clips").iterdir()))) != files:
-        found *= kind.per_file
-        raise UsageError(f"{folder} is for {found} clips", hint=f"--clips {found}, or another --data")
+    if (clips := len(list((folder / "clips").iterdir()))) != files:
+        clips *= kind.per_file
+        raise UsageError(f"{folder} is for {clips} clips", hint=f"--clips {clips}, or another --data")
     if any(name.startswith("litdata") for name in names) and not (folder / "litdata").is_dir():
         source.to_litdata(kind, folder)
     if any(name.startswith("energon") for name in names) and not (folder / "energon").is_dir():
@@ -252,11 +254,11 @@ def measure(candidate: str, source: Source, kind: Kind) -> dict[str, float]:
     expected = len(source.files()) * kind.per_file
     if samples != expected:
         raise AssertionError(f"{candidate} delivered {samples} of {expected} clips")
-    found = {
+    figures = {
         "samples_per_s": samples / read["wall_s"],
         "steady_per_s": (samples - before) / max(1e-9, last - first),
         "cpu_s_per_1k": 1000 * read["cpu_s"] / samples,
         "first_batch_s": first,
         "peak_mib": peak,
     }
-    return found | ({"read_mb": (source.bytes_sent() - sent) / 1e6} if source.port else {})
+    return figures | ({"read_mb": (source.bytes_sent() - sent) / 1e6} if source.port else {})

@@ -59,8 +59,10 @@ def pack(job: Job, part: Part) -> None:
     part.title = f"Pack: {job.args.files} files, {size / 1e6:.0f} MB, copies of {real} clips, local disk"
     part.settings = {"files": job.args.files, "bytes": size, "shard_bytes": SHARD_BYTES}
     part.metrics, part.against = METRICS, PEER
-    wanted = [Candidate(name, "headrace.bench.workloads.pack:measure", (name, str(job.scratch))) for name in CANDIDATES]
-    alternate(wanted, job.rounds, job.progress, part.candidates)
+    candidates = [
+        Candidate(name, "headrace.bench.workloads.pack:measure", (name, str(job.scratch))) for name in CANDIDATES
+    ]
+    alternate(candidates, job.rounds, job.progress, part.candidates)
 
 
 def make_files(folder: Path, count: int, progress: Progress, media: Path | None = None) -> int:
@@ -87,14 +89,14 @@ def _usable(media: Path) -> list[Path]:
     from headrace.dataio.core.errors import HeadraceError
     from headrace.dataio.shards.media.probe import probe
 
-    found = []
+    usable = []
     for path in sorted(media.iterdir()):
         try:
             probe(path)
         except HeadraceError:
             continue
-        found.append(path)
-    return found
+        usable.append(path)
+    return usable
 
 
 def measure(candidate: str, directory: str) -> dict[str, float]:
@@ -127,17 +129,17 @@ def measure(candidate: str, directory: str) -> dict[str, float]:
 
 def check_members(files: list[Path], packed: Path) -> None:
     """Raise `AssertionError` unless the tars under `packed` hold exactly the contents of `files`."""
-    wanted = Counter(_digest(path.read_bytes()) for path in files)
-    found: Counter[bytes] = Counter()
+    expected = Counter(_digest(path.read_bytes()) for path in files)
+    packed_counts: Counter[bytes] = Counter()
     for shard in packed.rglob("*.tar"):
         with tarfile.open(shard, "r:") as tar:
             for member in tar:
                 content = tar.extractfile(member)
                 assert content is not None, f"{member.name} of {shard} is not a file"
-                found[_digest(content.read())] += 1
-    if found != wanted:
+                packed_counts[_digest(content.read())] += 1
+    if packed_counts != expected:
         raise AssertionError(
-            f"{found.total()} members, {wanted.total()} files, {(found & wanted).total()} of them equal"
+            f"{packed_counts.total()} members, {expected.total()} files, {(packed_counts & expected).total()} of them equal"
         )
 
 

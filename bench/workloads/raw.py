@@ -85,8 +85,10 @@ def raw(job: Job, part: Part) -> None:
     )
     part.settings = {"samples": job.args.samples, "batch": BATCH, "epochs": EPOCHS, "threads": 1}
     part.metrics, part.against = METRICS, PLAIN
-    wanted = [Candidate(name, "headrace.bench.workloads.raw:measure", (name, str(job.scratch))) for name in CANDIDATES]
-    alternate(wanted, job.rounds, job.progress, part.candidates)
+    candidates = [
+        Candidate(name, "headrace.bench.workloads.raw:measure", (name, str(job.scratch))) for name in CANDIDATES
+    ]
+    alternate(candidates, job.rounds, job.progress, part.candidates)
     require_equal_digests(part)
 
 
@@ -125,9 +127,9 @@ def _order(dataset: Dataset, epoch: int) -> Iterator[list[Files]]:
     batches = order.full_batches + bool(order.tail)
     for first in range(0, batches, AT_ONCE):
         slots = [order.slots(number) for number in range(first, min(first + AT_ONCE, batches))]
-        found = iter(dataset.files(order.take(epoch, np.concatenate(slots)).tolist()))
+        files = iter(dataset.files(order.take(epoch, np.concatenate(slots)).tolist()))
         for batch in slots:
-            yield list(itertools.islice(found, len(batch)))
+            yield list(itertools.islice(files, len(batch)))
 
 
 def _plain(
@@ -144,7 +146,7 @@ def _plain(
         epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
     shards = {sample.shard for batch in epochs[0] for sample in batch}
     opened = {key: stack.enter_context(_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
-    known = [
+    reads = [
         [[(opened[s.shard], m.offset, m.length, m.xxh3) for s in batch for m in s.members] for batch in batches]
         for batches in epochs
     ]
@@ -166,7 +168,7 @@ def _plain(
         return at
 
     read = _reading(fill_and_check if check else fill, lambda wanted: wanted[2], staging, stack, threads, buffers)
-    return lambda epoch: read(known[epoch])
+    return lambda epoch: read(reads[epoch])
 
 
 def _path(folder: Path, key: str) -> Path:
@@ -188,14 +190,14 @@ def _headrace(
 
     def planned(epoch: int) -> Iterator[list[Files]]:
         """Yield each batch after the next ones are announced."""
-        coming, order = deque[tuple[list[Files], list[sample_reader.Range]]](), _order(dataset, epoch)
+        prefetched, order = deque[tuple[list[Files], list[sample_reader.Range]]](), _order(dataset, epoch)
         while True:
-            for batch in itertools.islice(order, 1 + AHEAD - len(coming)):
-                coming.append((batch, [(one.shard, m.offset, m.length) for one in batch for m in one.members]))
-            if not coming:
+            for batch in itertools.islice(order, 1 + AHEAD - len(prefetched)):
+                prefetched.append((batch, [(one.shard, m.offset, m.length) for one in batch for m in one.members]))
+            if not prefetched:
                 return
-            now, _ = coming.popleft()
-            samples.announce([read for _, reads in coming for read in reads])
+            now, _ = prefetched.popleft()
+            samples.announce([read for _, reads in prefetched for read in reads])
             yield now
 
     read = _reading(fill, lambda files: files.size, staging, stack, threads)
@@ -222,9 +224,9 @@ def _reading(
 
     def begin(batch: Sequence[T], buffer: memoryview) -> Callable[[], memoryview]:
         """Let all threads fill the batch, and return a function that waits for the batch and returns it."""
-        each, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
-        for first in range(0, len(batch), each):
-            part = batch[first : first + each]
+        share, at, parts = -(-len(batch) // threads), 0, list[Future[int]]()
+        for first in range(0, len(batch), share):
+            part = batch[first : first + share]
             parts.append(pool.submit(fill, part, buffer[at:]))
             at += sum(map(size, part))
         return lambda: buffer[: sum(part.result() for part in parts)]
@@ -289,7 +291,7 @@ def measure(name: str, folder: str) -> dict[str, float]:
     }
 
 
-def _through(
+def _through_daemon(
     read: Callable[[Path, memoryview, contextlib.ExitStack, Path | None], Epochs],
 ) -> Callable[[Path, memoryview, contextlib.ExitStack], Epochs]:
     """Return the same candidate, which reads through a daemon."""
@@ -308,9 +310,9 @@ CANDIDATES: Mapping[str, Callable[[Path, memoryview, contextlib.ExitStack], Epoc
     PLAIN_CHECKED: lambda folder, staging, stack: _plain(folder, staging, stack, check=True),
     PLAIN_CHECKED_TWO: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True),
     PLAIN_CHECKED_HELD: lambda folder, staging, stack: _plain(folder, staging, stack, 2, check=True, buffers=HELD),
-    SIDECAR: _through(_headrace),
+    SIDECAR: _through_daemon(_headrace),
     ALONE: lambda folder, staging, stack: _headrace(folder, staging, stack, None),
     TWO: lambda folder, staging, stack: _headrace(folder, staging, stack, None, 2),
     LOADER: _loader,
-    LOADER_SIDECAR: _through(_loader),
+    LOADER_SIDECAR: _through_daemon(_loader),
 }

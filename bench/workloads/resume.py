@@ -85,8 +85,10 @@ def resume(job: Job, part: Part) -> None:
         if peer in pythons:
             _convert(peer, folder, pythons[peer])
     module = "headrace.bench.workloads.resume"
-    wanted = [Candidate(name, f"{module}:measure", (name, folder), python=python) for name, python in pythons.items()]
-    alternate(wanted, job.rounds, job.progress, part.candidates)
+    candidates = [
+        Candidate(name, f"{module}:measure", (name, folder), python=python) for name, python in pythons.items()
+    ]
+    alternate(candidates, job.rounds, job.progress, part.candidates)
 
 
 def prepare(folder: Path, count: int) -> None:
@@ -111,23 +113,23 @@ def measure(candidate: str, where: str) -> dict[str, float]:
     with _closed(make(folder)) as loader:
         states, following = _walk(loader, set(marks.values()))
     del loader
-    found: dict[str, float] = {"exact": 1.0, "state_bytes": max(map(len, states.values()))}
+    figures: dict[str, float] = {"exact": 1.0, "state_bytes": max(map(len, states.values()))}
     for percent, batch in marks.items():
-        ids = _resume(lambda: make(folder), states[batch], found, percent)
-        found["exact"] = min(found["exact"], float(ids == following[batch]))
-    return found
+        ids = _resume(lambda: make(folder), states[batch], figures, percent)
+        figures["exact"] = min(figures["exact"], float(ids == following[batch]))
+    return figures
 
 
-def _resume(make: Callable[[], Loader], state: str, found: dict[str, float], percent: int) -> list[list[int]]:
-    """Resume from `state`, add the times to `found`, and return the ids of the first batches."""
+def _resume(make: Callable[[], Loader], state: str, figures: dict[str, float], percent: int) -> list[list[int]]:
+    """Resume from `state`, add the times to `figures`, and return the ids of the first batches."""
     began = time.perf_counter()
     with _closed(make()) as loader:
         loader.load_state_dict(json.loads(state))
         batches = iter(loader)
         ids = [_ids(next(batches))]
-        found[f"resume_{percent}_ms"] = (time.perf_counter() - began) * 1e3
+        figures[f"resume_{percent}_ms"] = (time.perf_counter() - began) * 1e3
         if _READS:
-            found[f"before_read_{percent}_ms"] = (_READS[-1] - began) * 1e3
+            figures[f"before_read_{percent}_ms"] = (_READS[-1] - began) * 1e3
         return ids + [_ids(next(batches)) for _ in range(AFTER - 1)]
 
 
@@ -185,12 +187,12 @@ def _headrace(folder: Path) -> Loader:
 
     class Timed(StoreReader):
         def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
-            if self not in seen:
-                seen.append(self)
+            if self not in readers:
+                readers.append(self)
                 _READS.append(time.perf_counter())
             return super().read(key, ranges)
 
-    seen: list[Timed] = []
+    readers: list[Timed] = []
     vars(loader_module)["open_reader"] = lambda store, *_: Timed(store)
     return VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, num_threads=2, trust_mounts=True)
 

@@ -79,7 +79,7 @@ FIGURES = {
     "open_among": Metric("  Open p50 among them, µs", "µs", "lower", goal=60),
 }
 PARTS = ("deliver", "s3", "quiet", "cold")
-Found = dict[str, list[float]]
+FigureSamples = dict[str, list[float]]
 
 
 @benchmark(
@@ -93,15 +93,17 @@ def sidecar(job: Job, part: Part) -> None:
     """Measure all figures, each once a round. The exit code does not depend on the figures."""
     args, shape = job.args, Shape(shards=job.args.shards)
     part.title, part.metrics, part.settings = "Sidecar: one node", FIGURES, {"shards": args.shards}
-    found = part.candidates.setdefault("headrace", Samples({name: [] for name in FIGURES})).metrics
+    figures = part.candidates.setdefault("headrace", Samples({name: [] for name in FIGURES})).metrics
     if args.cache_dir is not None:
         part.settings["cache on"] = storage_kind(args.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mb-", dir=args.cache_dir or job.scratch) as caches:
-        measure(job.scratch, Path(caches), shape, job.rounds, found, args.only or PARTS)
+        measure(job.scratch, Path(caches), shape, job.rounds, figures, args.only or PARTS)
 
 
-def measure(scratch: Path, caches: Path, shape: Shape, rounds: int, found: Found, parts: Sequence[str] = PARTS) -> None:
-    """In each round, add a sample of every figure of `parts` to `found`."""
+def measure(
+    scratch: Path, caches: Path, shape: Shape, rounds: int, figures: FigureSamples, parts: Sequence[str] = PARTS
+) -> None:
+    """In each round, add a sample of every figure of `parts` to `figures`."""
     data = scratch / "data" / "bucket" / "ds"
     write_shards(data, shape)
     limited = scratch / "limited" / "bucket" / "ds"
@@ -112,21 +114,21 @@ def measure(scratch: Path, caches: Path, shape: Shape, rounds: int, found: Found
         folder = caches / f"r{number}"
         if "deliver" in parts:
             seconds, cpu = single_pass(data, caches, shape)
-            found["floor"].append(shape.samples / seconds)
-            found["cpu_floor"].append(1000 * cpu / shape.samples)
+            figures["floor"].append(shape.samples / seconds)
+            figures["cpu_floor"].append(1000 * cpu / shape.samples)
             for ranks in (1, 4):
-                deliver(folder / f"d{ranks}", f"file://{data}", shape, ranks, found)
+                deliver(folder / f"d{ranks}", f"file://{data}", shape, ranks, figures)
         if "s3" in parts:
             for ranks in (1, 4):
-                from_s3(folder / f"s{ranks}", data.parents[1], shape, ranks, found)
+                from_s3(folder / f"s{ranks}", data.parents[1], shape, ranks, figures)
         if "quiet" in parts:
             with daemon(folder / "quiet", cache_bytes="4GiB", clients=str(CLIENTS + 100)) as running:
-                quiet(running, f"file://{data}", shape, found)
+                quiet(running, f"file://{data}", shape, figures)
         if "cold" in parts:
-            cold(folder, limited.parents[1], found)
+            cold(folder, limited.parents[1], figures)
 
 
-def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> None:
+def deliver(folder: Path, url: str, shape: Shape, ranks: int, figures: FigureSamples) -> None:
     """Deliver a first epoch and two later ones through a daemon. Its cache is large enough for the dataset."""
     with daemon(folder, cache_bytes="4GiB") as running:
         for name, epoch, epochs in (("first", 0, 1), ("later", 1, 2)):
@@ -136,48 +138,48 @@ def deliver(folder: Path, url: str, shape: Shape, ranks: int, found: Found) -> N
                 RankJob(url, str(running.socket), shape, rank=r, ranks=ranks, epochs=epochs, first_epoch=epoch)
                 for r in range(ranks)
             ]
-            _, figures = run_ranks(jobs, before=memory.free)
-            samples = sum(figure["samples"] for figure in figures)
-            found[f"{name}_{ranks}"].append(samples / max(figure["wall_s"] for figure in figures))
-            cpu = sum(figure["cpu_s"] for figure in figures) + running.cpu_seconds() - before
-            found[f"cpu_{ranks}" if epoch else f"cpu_first_{ranks}"].append(1000 * cpu / samples)
-        found[f"batch_{ranks}"].append(1000 * max(figure["first_batch_s"] for figure in figures))
+            _, of_ranks = run_ranks(jobs, before=memory.free)
+            samples = sum(figure["samples"] for figure in of_ranks)
+            figures[f"{name}_{ranks}"].append(samples / max(figure["wall_s"] for figure in of_ranks))
+            cpu = sum(figure["cpu_s"] for figure in of_ranks) + running.cpu_seconds() - before
+            figures[f"cpu_{ranks}" if epoch else f"cpu_first_{ranks}"].append(1000 * cpu / samples)
+        figures[f"batch_{ranks}"].append(1000 * max(figure["first_batch_s"] for figure in of_ranks))
 
 
-def from_s3(folder: Path, root: Path, shape: Shape, ranks: int, found: Found) -> None:
+def from_s3(folder: Path, root: Path, shape: Shape, ranks: int, figures: FigureSamples) -> None:
     """Deliver a first epoch from an S3 server on this machine. The server uses the same cores."""
     with server(root) as s3, daemon(folder, s3.environ, cache_bytes="4GiB") as running:
         memory = Memory(folder, shape.total_bytes)
         before = running.cpu_seconds()
         jobs = [RankJob("s3://bucket/ds", str(running.socket), shape, rank=rank, ranks=ranks) for rank in range(ranks)]
-        _, figures = run_ranks(jobs, s3.environ, before=memory.free)
-        samples = sum(figure["samples"] for figure in figures)
-        cpu = sum(figure["cpu_s"] for figure in figures) + running.cpu_seconds() - before
-        found[f"s3_{ranks}"].append(samples / max(figure["wall_s"] for figure in figures))
-        found[f"cpu_s3_{ranks}"].append(1000 * cpu / samples)
+        _, of_ranks = run_ranks(jobs, s3.environ, before=memory.free)
+        samples = sum(figure["samples"] for figure in of_ranks)
+        cpu = sum(figure["cpu_s"] for figure in of_ranks) + running.cpu_seconds() - before
+        figures[f"s3_{ranks}"].append(samples / max(figure["wall_s"] for figure in of_ranks))
+        figures[f"cpu_s3_{ranks}"].append(1000 * cpu / samples)
         if ranks > 1:
-            found["rss_s3_fast"].append(running.peak_mib())
+            figures["rss_s3_fast"].append(running.peak_mib())
 
 
-def quiet(running: DaemonProcess, url: str, shape: Shape, found: Found) -> None:
+def quiet(running: DaemonProcess, url: str, shape: Shape, figures: FigureSamples) -> None:
     """Measure the latency and the cost of a daemon that serves one process."""
     key, ranges = shape.read(0)
-    found["mmap"].append(mapped_ratio(running, url, shape))
+    figures["mmap"].append(mapped_ratio(running, url, shape))
     with running.connect() as sidecar:
-        found["open"].append(open_p50(sidecar, url, key, ranges[0]))
-        found["looked"].append(100 * sidecar.spin.helped / OPENS)
-    found["bare"].append(bare_p50())
+        figures["open"].append(open_p50(sidecar, url, key, ranges[0]))
+        figures["looked"].append(100 * sidecar.spin.helped / OPENS)
+    figures["bare"].append(bare_p50())
     time.sleep(6.0)  # the daemon's threads release their buffers
     before = running.thread_seconds()
     time.sleep(IDLE_SECONDS)
-    found["idle"].append(100 * (running.thread_seconds() - before) / IDLE_SECONDS)
-    found["rss"].append(running.rss_mib())
+    figures["idle"].append(100 * (running.thread_seconds() - before) / IDLE_SECONDS)
+    figures["rss"].append(running.rss_mib())
     with many_clients(running) as answered, running.connect() as sidecar:
-        found["clients"].append(answered)
-        found["open_among"].append(open_p50(sidecar, url, key, ranges[0]))
+        figures["clients"].append(answered)
+        figures["open_among"].append(open_p50(sidecar, url, key, ranges[0]))
 
 
-def cold(folder: Path, root: Path, found: Found) -> None:
+def cold(folder: Path, root: Path, figures: FigureSamples) -> None:
     """Let four ranks read an uncached dataset from a server of a fixed bandwidth, without and with a daemon."""
     with server(root, RATE) as limited:
         jobs = [RankJob("s3://bucket/ds", None, LIMITED, rank=rank, ranks=4) for rank in range(4)]
@@ -187,18 +189,18 @@ def cold(folder: Path, root: Path, found: Found) -> None:
         run_ranks([RankJob("s3://bucket/other", str(running.socket), Shape(shards=1, per_shard=1))], limited.environ)
         jobs = [RankJob("s3://bucket/ds", str(running.socket), LIMITED, rank=rank, ranks=4) for rank in range(4)]
         through, _ = run_ranks(jobs, limited.environ)
-        found["rss_s3"].append(running.peak_mib())
-    found["cold"].append(without / through)
+        figures["rss_s3"].append(running.peak_mib())
+    figures["cold"].append(without / through)
 
 
 # the parts
 
 
-def open_p50(sidecar: Sidecar, url: str, key: str, wanted: tuple[int, int]) -> float:
+def open_p50(sidecar: Sidecar, url: str, key: str, byte_range: tuple[int, int]) -> float:
     """Return the median microseconds of a round trip for a cached range of a file that is already open."""
     where, file, times = m.Where(url, {}), 0, list[float]()
     for _ in range(OPENS):
-        message = (where, key, [wanted], 30.0, file)
+        message = (where, key, [byte_range], 30.0, file)
         began = time.perf_counter()
         answer, descriptors = sidecar.call(lambda id, message=message: m.Open(id, *message))  # type: ignore[misc]
         times.append(time.perf_counter() - began)
@@ -256,8 +258,8 @@ def mapped_ratio(running: DaemonProcess, url: str, shape: Shape) -> float:
 
         for action in (through, directly, through, directly):  # warm up: pages and blocks
             action()
-        taken = [(seconds(directly), seconds(through)) for _ in range(9)]
-    return statistics.median(a for a, _ in taken) / statistics.median(b for _, b in taken)
+        timings = [(seconds(directly), seconds(through)) for _ in range(9)]
+    return statistics.median(a for a, _ in timings) / statistics.median(b for _, b in timings)
 
 
 def mapped_file(sidecar: Sidecar, where: m.Where, key: str, size: int) -> memoryview:
@@ -288,11 +290,11 @@ def many_clients(running: DaemonProcess) -> Iterator[int]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(_hello(running.socket)) for _ in range(CLIENTS)]
-        yield sum(_welcomed(sock) for sock in sockets)
+        sockets = [stack.enter_context(_connect_client(running.socket)) for _ in range(CLIENTS)]
+        yield sum(_is_welcomed(sock) for sock in sockets)
 
 
-def _hello(path: Path) -> socket.socket:
+def _connect_client(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.connect(str(path))
     sock.settimeout(30)
@@ -300,7 +302,7 @@ def _hello(path: Path) -> socket.socket:
     return sock
 
 
-def _welcomed(sock: socket.socket) -> bool:
+def _is_welcomed(sock: socket.socket) -> bool:
     data, _ = wire.receive(sock)
     return isinstance(m.decode_from_daemon(wire.Framer().feed(data)[0].payload), m.Welcome)
 
@@ -344,21 +346,21 @@ def single_pass(data: Path, folder: Path, shape: Shape) -> tuple[float, float]:
     Memory(folder, shape.total_bytes).free()
     buffer, staging = memoryview(bytearray(BLOCK_BYTES)), memoryview(bytearray(BATCH * shape.sample_bytes))
     staging[::4096] = bytes(len(staging[::4096]))
-    taken, began = 0.0, time.process_time()
+    copy_seconds, began = 0.0, time.process_time()
     for path in data.rglob("*.tar"):
         with tempfile.TemporaryFile(dir=folder, buffering=0) as target:
             start = time.perf_counter()
             _copy_hashed(path, target, buffer)
-            taken += time.perf_counter() - start
+            copy_seconds += time.perf_counter() - start
             mapped = memoryview(mmap.mmap(target.fileno(), 0, prot=mmap.PROT_READ))
             for at in range(0, len(mapped), shape.sample_bytes):
                 place = at % len(staging)
                 staging[place : place + shape.sample_bytes] = mapped[at : at + shape.sample_bytes]
-    return taken, time.process_time() - began
+    return copy_seconds, time.process_time() - began
 
 
 def _copy_hashed(path: Path, target: IO[bytes], buffer: memoryview) -> None:
     with path.open("rb", buffering=0) as source:
-        while got := source.readinto(buffer):
-            xxhash.xxh3_64_intdigest(buffer[:got])
-            target.write(buffer[:got])
+        while size := source.readinto(buffer):
+            xxhash.xxh3_64_intdigest(buffer[:size])
+            target.write(buffer[:size])

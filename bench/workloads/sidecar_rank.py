@@ -115,15 +115,15 @@ def run(job: RankJob) -> dict[str, float]:
     began, cpu = time.perf_counter(), time.process_time()
     store = open_store(job.url)
     reader = open_reader(store, job.sidecar)
-    coming, batches = deque[list[Read]](), job.batches()
+    prefetched, batches = deque[list[Read]](), job.batches()
     first, samples, size = 0.0, 0, 0
     while True:
-        coming.extend(itertools.islice(batches, 1 + AHEAD - len(coming)))
-        if not coming:
+        prefetched.extend(itertools.islice(batches, 1 + AHEAD - len(prefetched)))
+        if not prefetched:
             break
-        now, at = coming.popleft(), 0
+        now, at = prefetched.popleft(), 0
         reader.announce(
-            [(key, offset, length) for batch in coming for key, ranges in batch for offset, length in ranges]
+            [(key, offset, length) for batch in prefetched for key, ranges in batch for offset, length in ranges]
         )
         for key, ranges in now:
             for view in reader.read(key, ranges):
@@ -177,8 +177,8 @@ def run_ranks(
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        found = [_figures(process) for process in processes]
-        return time.perf_counter() - began, found
+        figures = [_figures(process) for process in processes]
+        return time.perf_counter() - began, figures
     finally:
         for process in processes:
             process.kill()

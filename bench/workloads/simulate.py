@@ -1,6 +1,6 @@
 """`headrace bench simulate`: a model of reads, saves and failures on 8 to 16,384 GPUs.
 
-It computes, with and without the sidecar, deduplication and the local tier:
+It computes (`cluster_model`), with and without the sidecar, deduplication and the local tier:
 
 - read amplification and waits for data;
 - stall and duration of a checkpoint;
@@ -9,345 +9,33 @@ It computes, with and without the sidecar, deduplication and the local tier:
 
 With `--control-plane` it runs code instead of a model (`headrace.bench.control_plane.figures`).
 
-Costs follow from steady rates. Goodput follows from a simulation of saves, interruptions and restarts. Tests compare
-the costs with a discrete-event model of one node (`tests/support/node_model.py`), and that model with real runs.
+Invariants: every setting is in the results. The command measures nothing; measured numbers are set with `--set`.
 
-Sources: checkpoint sizes by number of processes are those of the MLPerf Storage rules v2.0, table 2 (8B, 70B, 405B, 1T;
-unofficial use). The rate of interruptions is from "The Llama 3 Herd of Models" (arXiv:2407.21783, section 3.3.4):
-419 unexpected interruptions in 54 days on 16,384 GPUs, of which 78 % were caused by hardware. Everything else is a
-setting.
-
-Goodput is the share of wall time that was spent on work that the final model contains. An interruption loses all
-work since the last durable checkpoint. Stalls and restarts are time without work. A save first stalls the steps, then
-runs during them. The next save begins when the last one is in the store. With the sidecar, a software failure does not
-lose a staged save.
-
-Invariants: the result is deterministic for a seed. Work, lost work and pauses add up to the wall time. Every setting is
-in the results. The command measures nothing; measured numbers are set with `--set`.
-
-Failure behaviour: an interval that is not positive is a `ValueError`. An unknown setting is a `UsageError` that lists
-the known ones.
+Failure behaviour: an unknown setting is a `UsageError` that lists the known ones.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-import random
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from headrace.bench.core import command
 from headrace.bench.core.report import part_table, short
 from headrace.bench.core.results import Better, Metric, Part, Samples
+from headrace.bench.workloads.cluster_model import (
+    VARIANTS,
+    Cluster,
+    Features,
+    Job,
+    best_interval,
+    costs,
+    daly,
+    young,
+)
 from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.sampling.order import Order
-
-GPU_MTBF_SECONDS = 54 * 86400 * 16384 / 419
-"""Mean time between interruptions of one GPU's share of a job: about 5.8 years."""
-_SAMPLES = 100_000
-"""The smallest number of samples in the order that `amplification` examines. It is enough for all lanes."""
-_SIZES = ((8, 105e9), (64, 912e9), (512, 5.29e12), (1 << 30, 18e12))
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A cluster. Rates are in bytes per second, times in seconds.
-
-    `store_requests` is the number of requests that the store serves per second.
-    """
-
-    gpus: int
-    gpus_a_node: int = 8
-    nic_rate: float = 25e9
-    store_read: float = 400e9
-    store_write: float = 200e9
-    store_requests: float = 200_000
-    d2h_rate: float = 25e9
-    tier_write: float = 5e9
-    tier_read: float = 10e9
-    gpu_mtbf: float = GPU_MTBF_SECONDS
-    hardware_share: float = 0.78
-    restart_seconds: float = 180.0
-
-    @property
-    def nodes(self) -> int:
-        return max(1, math.ceil(self.gpus / self.gpus_a_node))
-
-    @property
-    def mtbf(self) -> float:
-        """Seconds between interruptions of the job."""
-        return self.gpu_mtbf / self.gpus
-
-
-@dataclass(frozen=True)
-class Job:
-    """One training job: the compute time of a step, the bytes that a GPU reads for it, and the size of a checkpoint.
-
-    `changed` is the share of a checkpoint's bytes that are new since the last one. `slow_down` is the share by which an
-    upload slows the steps that run during it.
-    """
-
-    step_seconds: float = 1.0
-    sample_bytes: float = 4e6
-    batch: int = 8
-    block_bytes: float = 4 << 20
-    state_bytes: float = 0.0
-    changed: float = 0.6
-    stage_efficiency: float = 0.5
-    slow_down: float = 0.02
-    cached: float = 0.0
-
-    def sized(self, gpus: int) -> Job:
-        """Return the job with the checkpoint size that the rules give for `gpus` processes, unless a size is set."""
-        if self.state_bytes:
-            return self
-        return replace(self, state_bytes=next(size for most, size in _SIZES if gpus <= most))
-
-
-@dataclass(frozen=True)
-class Features:
-    """The parts of Headrace in use.
-
-    Without any of them, each rank reads all its data itself, and a save in progress is lost if its trainer fails.
-    """
-
-    name: str
-    sidecar: bool = False
-    dedup: bool = False
-    tier: bool = False
-
-
-VARIANTS = (
-    Features("sidecar + dedup + local tier", sidecar=True, dedup=True, tier=True),
-    Features("sidecar + dedup", sidecar=True, dedup=True),
-    Features("sidecar", sidecar=True),
-    Features("none"),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """The costs of one job on one cluster, in seconds except for `amplification` and `data_stall` (share of wall time).
-
-    `durable` is the time from the start of a save until it survives the loss of a node. `upload` is the time until the
-    store has the save. The next save waits for the upload, because the nodes' tiers would fill up otherwise.
-    """
-
-    amplification: float
-    data_stall: float
-    stall: float
-    durable: float
-    upload: float
-    slow_down: float
-    restore: float
-    mtbf: float
-    soft_survives: bool
-
-
-@functools.cache
-def amplification(
-    gpus: int, gpus_a_node: int, batch: int, sample_bytes: float, block_bytes: float, *, shared: bool
-) -> float:
-    """Compute the read amplification: the bytes that a node fetches divided by the bytes that its ranks need.
-
-    The epoch is in the loaders' own order. Readers fetch whole blocks. A reader fetches a block once for all of its
-    samples in the block. With `shared`, the reader is the node (with the daemon), otherwise each rank. The result is
-    computed for at most two nodes, which represent all. `batch` is the batch size of one rank.
-    """
-    everywhere = batch * gpus
-    order = Order.of(max(_SAMPLES, 2 * everywhere), everywhere, sample_bytes=sample_bytes)
-    batches = np.arange(order.full_batches, dtype=np.int64)[:, None] * everywhere
-    fetched = needed = 0.0
-    nodes = max(1, math.ceil(gpus / gpus_a_node))
-    for node in {0, nodes // 2}:
-        ranks = range(node * gpus_a_node, min(gpus, (node + 1) * gpus_a_node))
-        own = [order.take(0, (batches + order.slots(0, rank, gpus)).ravel()) for rank in ranks]
-        readers = [np.concatenate(own)] if shared else own
-        fetched += block_bytes * sum(_blocks(samples, sample_bytes, block_bytes) for samples in readers)
-        needed += sample_bytes * sum(samples.size for samples in own)
-    return fetched / needed
-
-
-def _blocks(samples: npt.NDArray[np.int64], sample_bytes: float, block_bytes: float) -> int:
-    """Count the blocks that hold these samples. Samples are stored one after the other."""
-    first = np.floor(samples * sample_bytes / block_bytes).astype(np.int64)
-    last = np.floor(((samples + 1) * sample_bytes - 1) / block_bytes).astype(np.int64)
-    most = int((last - first).max())
-    return int(np.unique(np.concatenate([np.minimum(first + more, last) for more in range(most + 1)])).size)
-
-
-def costs(cluster: Cluster, job: Job, features: Features) -> Costs:
-    """Compute the costs from steady rates.
-
-    All nodes do the same at the same time, so each gets an equal share of the store.
-    """
-    job = job.sized(cluster.gpus)
-    ranks = min(cluster.gpus, cluster.gpus_a_node)
-    amplified = amplification(
-        cluster.gpus, cluster.gpus_a_node, job.batch, job.sample_bytes, job.block_bytes, shared=features.sidecar
-    )
-    read = min(
-        cluster.nic_rate,
-        cluster.store_read / cluster.nodes,
-        cluster.store_requests * job.block_bytes / cluster.nodes,
-    )
-    need = ranks * job.batch * job.sample_bytes * amplified * (1 - job.cached) / job.step_seconds
-    node_state = job.state_bytes / cluster.nodes
-    written = node_state * (job.changed if features.dedup else 1.0)
-    upload = written / min(cluster.nic_rate, cluster.store_write / cluster.nodes)
-    stall = job.state_bytes / cluster.gpus / (cluster.d2h_rate * job.stage_efficiency)
-    # The tier holds the node's own bytes and those of its buddy, in case the buddy is lost.
-    # A save counts after both writes.
-    kept = max(2 * written / cluster.tier_write, written / cluster.nic_rate)
-    durable = min(kept, upload) if features.tier else upload
-    # All nodes wait for the slowest: a new node, which reads its bytes from its buddy.
-    from_buddy, from_store = node_state / min(cluster.tier_read, cluster.nic_rate), node_state / read
-    return Costs(
-        amplification=amplified,
-        data_stall=max(0.0, 1 - read / need),
-        stall=stall,
-        durable=stall + durable,
-        upload=upload,
-        slow_down=job.slow_down * upload,
-        restore=min(from_buddy, from_store) if features.tier else from_store,
-        mtbf=cluster.mtbf,
-        soft_survives=features.sidecar,
-    )
-
-
-def young(cost: float, mtbf: float) -> float:
-    """Return the optimal seconds between checkpoints, to first order.
-
-    J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974.
-    """
-    return math.sqrt(2 * cost * mtbf)
-
-
-def daly(cost: float, mtbf: float) -> float:
-    """Return the optimal seconds of computing between checkpoints, to higher order.
-
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 22(3), 2006,
-    equation 37.
-    """
-    if cost >= 2 * mtbf:
-        return mtbf
-    x = cost / (2 * mtbf)
-    return math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - cost
-
-
-@dataclass
-class Outcome:
-    """The seconds of a run's wall time by kind, the number of staged `saves`, and the number of `interruptions`."""
-
-    useful: float = 0.0
-    lost: float = 0.0
-    stalled: float = 0.0
-    slowed: float = 0.0
-    waiting: float = 0.0
-    down: float = 0.0
-    saves: int = 0
-    interruptions: int = 0
-
-    @property
-    def wall(self) -> float:
-        return self.useful + self.lost + self.stalled + self.slowed + self.waiting + self.down
-
-    @property
-    def goodput(self) -> float:
-        return self.useful / self.wall
-
-
-def simulate_job(cluster: Cluster, known: Costs, interval: float, *, wall: float, seed: int) -> Outcome:
-    """Run the job for `wall` seconds, with a checkpoint after every `interval` seconds of computing."""
-    if interval <= 0:
-        raise ValueError("the interval between checkpoints is a positive number of seconds")
-    rng, out = random.Random(seed), Outcome()
-    run = _Run(cluster=cluster, known=known, interval=interval, rng=rng, out=out)
-    while out.wall < wall:
-        run.life(wall)
-    return out
-
-
-class _Run:
-    """Simulates the job from a start to its next interruption."""
-
-    def __init__(self, *, cluster: Cluster, known: Costs, interval: float, rng: random.Random, out: Outcome) -> None:
-        self._cluster, self._known, self._interval, self._rng, self._out = cluster, known, interval, rng, out
-
-    def life(self, wall: float) -> None:
-        """Compute and save in cycles until the interruption or the end of the run."""
-        out, known = self._out, self._known
-        left = min(self._rng.expovariate(1 / known.mtbf), wall - out.wall)
-        interrupted = left < wall - out.wall
-        kept, held, clock, durable_at = 0.0, 0.0, 0.0, 0.0
-        # The last save must be in the store before the next one begins.
-        cycle = max(self._interval, known.durable - known.stall, known.upload)
-        while True:
-            slowed = min(known.slow_down, cycle)
-            taken = cycle / (1 - known.data_stall) + slowed
-            if clock + taken > left:
-                self._interrupt(left - clock, kept, held, durable_at <= left, interrupted)
-                return
-            clock += taken
-            out.waiting += taken - slowed - cycle
-            out.slowed += slowed
-            kept, held = kept + held, cycle
-            if clock + known.stall > left:
-                out.stalled += left - clock
-                self._lose(kept, held, staged=False, interrupted=interrupted)
-                return
-            clock += known.stall
-            out.stalled += known.stall
-            out.saves += 1
-            durable_at = clock + known.durable - known.stall
-
-    def _interrupt(self, partial: float, kept: float, held: float, durable: bool, interrupted: bool) -> None:
-        """End this part of the run while the job computes.
-
-        An interruption loses the work since the last save, and the last save too if it does not survive.
-        """
-        out, known = self._out, self._known
-        work = partial * (1 - known.data_stall)
-        out.waiting += partial - work
-        if interrupted:
-            out.lost += work
-        else:
-            out.useful += work
-        self._lose(kept, held, staged=True, interrupted=interrupted, durable=durable)
-
-    def _lose(self, kept: float, held: float, *, staged: bool, interrupted: bool, durable: bool = False) -> None:
-        """Count the kept and the lost work. `held` is the work in the last save, which may not be durable yet."""
-        out, known, cluster = self._out, self._known, self._cluster
-        survives = not interrupted or durable
-        if interrupted:
-            out.interruptions += 1
-            hardware = self._rng.random() < cluster.hardware_share
-            survives = survives or (staged and known.soft_survives and not hardware)
-            out.down += cluster.restart_seconds + known.restore
-        out.useful += kept + (held if survives else 0.0)
-        out.lost += 0.0 if survives else held
-
-
-def best_interval(cluster: Cluster, known: Costs, *, wall: float, seeds: range) -> tuple[float, list[float]]:
-    """Try intervals around Daly's. Return the one with the highest mean goodput, and its goodput for each seed."""
-    start = max(daly(known.stall + known.slow_down, known.mtbf), 1.0)
-    tried = {
-        interval: [simulate_job(cluster, known, interval, wall=wall, seed=seed).goodput for seed in seeds]
-        for interval in (start * factor for factor in (0.25, 0.5, 1.0, 2.0, 4.0))
-    }
-    best = max(tried, key=lambda interval: sum(tried[interval]))
-    return best, tried[best]
-
-
-# --- the command
-
 
 GPUS = (8, 64, 512, 4096, 16384)
 _DAY = 86400.0
@@ -379,8 +67,8 @@ def show(part: Part) -> str:
     for gpus in sorted({int(metric.axes["gpus"]) for metric in part.metrics.values()}):
         titles = " | ".join(f"{title}, {unit}" for title, unit, _ in _QUANTITIES.values())
         lines += [f"### {gpus:,} GPUs", "", f"| | {titles} |", "|---|" + "---|" * len(_QUANTITIES)]
-        for name, found in part.candidates.items():
-            medians = [found.metrics.get(f"{quantity}_{gpus}") for quantity in _QUANTITIES]
+        for name, candidate in part.candidates.items():
+            medians = [candidate.metrics.get(f"{quantity}_{gpus}") for quantity in _QUANTITIES]
             cells = " | ".join(short(statistics.median(values)) if values else "–" for values in medians)
             lines.append(f"| {name} | {cells} |")
         lines.append("")
@@ -419,11 +107,11 @@ def simulate(job: command.Job, part: Part) -> None:
         for gpus in sizes
     }
     for number, features in enumerate(VARIANTS):
-        found = part.candidates.setdefault(features.name, Samples())
+        candidate = part.candidates.setdefault(features.name, Samples())
         for gpus in sizes:
             job.progress(f"{features.name}, {gpus} GPUs", number / len(VARIANTS))
             values = quantities(replace(cluster, gpus=gpus), work, features, range(job.rounds))
-            found.metrics |= {f"{name}_{gpus}": samples for name, samples in values.items()}
+            candidate.metrics |= {f"{name}_{gpus}": samples for name, samples in values.items()}
 
 
 def control_plane(job: command.Job, part: Part) -> None:
@@ -442,36 +130,36 @@ def control_plane(job: command.Job, part: Part) -> None:
     part.title = f"Control plane of {ranks:,} ranks, {job.args.latency_ms:g} ms to the store"
     part.metrics = dict(METRICS)
     part.settings = {"ranks": ranks, "latency_ms": job.args.latency_ms}
-    found = figures(ranks, latency, job.progress)
-    part.settings |= {"extrapolated": bool(found.laws), "laws": found.laws}
-    part.candidates["headrace"] = Samples({name: [value] for name, value in found.values.items()})
+    computed = figures(ranks, latency, job.progress)
+    part.settings |= {"extrapolated": bool(computed.laws), "laws": computed.laws}
+    part.candidates["headrace"] = Samples({name: [value] for name, value in computed.values.items()})
     part.notes = [
-        f"{name} is extrapolated: {law['law']}, from {law['sizes']} ranks" for name, law in found.laws.items()
+        f"{name} is extrapolated: {law['law']}, from {law['sizes']} ranks" for name, law in computed.laws.items()
     ]
 
 
 def quantities(cluster: Cluster, work: Job, features: Features, seeds: range) -> dict[str, list[float]]:
     """Return every quantity of one cluster, with one goodput for each seed."""
-    known = costs(cluster, work, features)
-    wall = max(30 * _DAY, 20 * known.mtbf)
-    best, goodput = best_interval(cluster, known, wall=wall, seeds=seeds)
-    cost = known.stall + known.slow_down
+    job_costs = costs(cluster, work, features)
+    wall = max(30 * _DAY, 20 * job_costs.mtbf)
+    best, goodput = best_interval(cluster, job_costs, wall=wall, seeds=seeds)
+    cost = job_costs.stall + job_costs.slow_down
     return {
-        "amplification": [known.amplification],
-        "data_stall": [100 * known.data_stall],
-        "stall": [known.stall],
-        "durable": [known.durable],
-        "restore": [known.restore],
-        "young": [young(cost, known.mtbf)],
-        "daly": [daly(cost, known.mtbf)],
+        "amplification": [job_costs.amplification],
+        "data_stall": [100 * job_costs.data_stall],
+        "stall": [job_costs.stall],
+        "durable": [job_costs.durable],
+        "restore": [job_costs.restore],
+        "young": [young(cost, job_costs.mtbf)],
+        "daly": [daly(cost, job_costs.mtbf)],
         "best": [best],
         "goodput": [100 * share for share in goodput],
     }
 
 
-def _settings(given: Sequence[str]) -> tuple[Cluster, Job]:
+def _settings(assignments: Sequence[str]) -> tuple[Cluster, Job]:
     values: dict[str, float] = {}
-    for text in given:
+    for text in assignments:
         name, _, value = text.partition("=")
         if name not in _names():
             raise UsageError(f"no setting {name!r}", hint=f"there are {', '.join(_names())}")

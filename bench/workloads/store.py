@@ -128,10 +128,10 @@ class Sweep:
         sizes = set(self.sizes if "get" in self.operations else ())
         if {"range", "small"} & set(self.operations):
             sizes.add(self.largest)
-        found = {f"read/{size}/{number}": size for size in sorted(sizes) for number in range(COUNT)}
+        sizes_by_key = {f"read/{size}/{number}": size for size in sorted(sizes) for number in range(COUNT)}
         if "list" in self.operations:
-            found |= {f"list/{number:05d}": 16 for number in range(LISTED)}
-        return found
+            sizes_by_key |= {f"list/{number:05d}": 16 for number in range(LISTED)}
+        return sizes_by_key
 
     def all_keys(self) -> list[str]:
         """Return every key that the sweep may have written."""
@@ -141,7 +141,7 @@ class Sweep:
 
     def metrics(self) -> dict[str, Metric]:
         """Return throughput, percentiles and CPU of every cell, and the peak memory of the client."""
-        found: dict[str, Metric] = {}
+        metrics: dict[str, Metric] = {}
         for cell in self.cells():
             axes: dict[str, str | float] = {
                 "operation": cell.operation,
@@ -149,12 +149,12 @@ class Sweep:
                 "concurrency": cell.width,
             }
             unit = "MB/s" if cell.size else "keys/s"
-            found[cell.name] = Metric(cell.title, unit, "higher", quantity="throughput", axes=axes)
+            metrics[cell.name] = Metric(cell.title, unit, "higher", quantity="throughput", axes=axes)
             for share in ("p50", "p99", "p999"):
-                found[f"{cell.name}_{share}"] = Metric(cell.title, "ms", quantity=f"latency {share}", axes=axes)
+                metrics[f"{cell.name}_{share}"] = Metric(cell.title, "ms", quantity=f"latency {share}", axes=axes)
             if cell.size:
-                found[f"{cell.name}_cpu"] = Metric(cell.title, "s/GiB", quantity="cpu", axes=axes)
-        return found | {"peak_mib": Metric("peak MiB", "MiB")}
+                metrics[f"{cell.name}_cpu"] = Metric(cell.title, "s/GiB", quantity="cpu", axes=axes)
+        return metrics | {"peak_mib": Metric("peak MiB", "MiB")}
 
 
 class ClientJob(msgspec.Struct, kw_only=True):
@@ -214,7 +214,7 @@ def show(part: Part) -> str:
 def store(job: Job, part: Part) -> None:
     """Write the objects, measure the clients in turn, and delete the objects."""
     args = job.args
-    sweep = Sweep(tuple(args.operations.split(",")), _sizes(args.sizes), _numbers(args.threads))
+    sweep = Sweep(tuple(args.operations.split(",")), _sizes(args.sizes), _parse_numbers(args.threads))
     names = _clients(args.clients, args.url or "s3://")
     with fresh_prefix(args.url, sweep, job.progress) as url:
         kind = "S3" if url.startswith("s3://") else "directory"
@@ -223,12 +223,12 @@ def store(job: Job, part: Part) -> None:
         client_jobs = {name: msgspec.to_builtins(_client_job(args, url, sweep, name, len(names))) for name in names}
         settings = next(iter(client_jobs.values())) | {"url": args.url or "SeaweedFS on loopback"}
         part.settings = {name: value for name, value in settings.items() if name != "client"}
-        part.notes = [_caching(url), *_left_out(sweep)]
-        wanted = [
+        part.notes = [_caching_note(url), *_left_out(sweep)]
+        candidates = [
             Candidate(name, "headrace.bench.workloads.store_worker:measure_in_process", (client_job,))
             for name, client_job in client_jobs.items()
         ]
-        alternate(wanted, job.rounds, job.progress, part.candidates, seconds=args.duration + 120)
+        alternate(candidates, job.rounds, job.progress, part.candidates, seconds=args.duration + 120)
     if any("skipped_cells" in samples.metrics for samples in part.candidates.values()):
         part.notes.append("some cells were left out: --duration or --max-bytes was reached (skipped_cells in the JSON)")
 
@@ -252,24 +252,24 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(sorted(parse_bytes(part) for part in text.split(",")))
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted(int(part) for part in text.split(",")))
     except ValueError:
         raise UsageError(f"{text!r} is not a list of numbers", hint="write for example 1,4,16") from None
 
 
-def _clients(wanted: str | None, url: str) -> tuple[str, ...]:
-    known = clients_of(url)
-    if wanted is None:
-        return known
-    names = tuple(name.strip() for name in wanted.split(";"))
-    if unknown := [name for name in names if name not in known]:
-        raise UsageError(f"no client {unknown[0]!r} for {url}", hint=f"there are {'; '.join(known)}")
+def _clients(chosen: str | None, url: str) -> tuple[str, ...]:
+    supported = clients_of(url)
+    if chosen is None:
+        return supported
+    names = tuple(name.strip() for name in chosen.split(";"))
+    if unknown := [name for name in names if name not in supported]:
+        raise UsageError(f"no client {unknown[0]!r} for {url}", hint=f"there are {'; '.join(supported)}")
     return names
 
 
-def _caching(url: str) -> str:
+def _caching_note(url: str) -> str:
     if url.startswith("s3://"):
         return "Reads of objects: whatever the server caches is as it was; objects were written just before."
     return "Reads of files: through a warm page cache, except those of the client with O_DIRECT from 1 MiB on."
@@ -305,9 +305,9 @@ def fresh_prefix(url: str | None, sweep: Sweep, progress: Progress) -> Iterator[
 
 def _prepare(opened: Store, sweep: Sweep, progress: Progress) -> None:
     """Write the objects to read. The contents are random, so that they cannot be compressed."""
-    wanted = sweep.prepared()
-    for place, (key, size) in enumerate(wanted.items()):
-        progress("writing objects", place / len(wanted))
+    objects = sweep.prepared()
+    for place, (key, size) in enumerate(objects.items()):
+        progress("writing objects", place / len(objects))
         if size <= _BLOCK:
             opened.put(key, random.Random(key).randbytes(size))
         else:

@@ -67,8 +67,14 @@ def measure(job: ClientJob) -> dict[str, object]:
             if run.latencies.total:
                 histograms[cell.name] = run.latencies.pairs()
     errors = [f"{len(failures)} requests failed: {' / '.join(failures[:_MESSAGES])}"] if failures else []
-    left = {"skipped_cells": skipped} if skipped else {}
-    return {**figures, **left, "peak_mib": Meter().read()["peak_mib"], "histograms": histograms, "errors": errors}
+    skipped_cells = {"skipped_cells": skipped} if skipped else {}
+    return {
+        **figures,
+        **skipped_cells,
+        "peak_mib": Meter().read()["peak_mib"],
+        "histograms": histograms,
+        "errors": errors,
+    }
 
 
 class _Cell:
@@ -133,9 +139,9 @@ class _Cell:
         if not self.latencies.total:
             return {}
         name = self.cell.name
-        found = {name: self.bytes / self._wall / (1e6 if self.cell.size else 1)}
+        figures = {name: self.bytes / self._wall / (1e6 if self.cell.size else 1)}
         for title, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999)):
-            found[f"{name}_{title}"] = 1e3 * self.latencies.percentile(share)
+            figures[f"{name}_{title}"] = 1e3 * self.latencies.percentile(share)
         if self.cell.size:
-            found[f"{name}_cpu"] = self._cpu / self.bytes * GIB
-        return found
+            figures[f"{name}_cpu"] = self._cpu / self.bytes * GIB
+        return figures

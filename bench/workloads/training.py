@@ -85,12 +85,12 @@ class Training:
         parameters = [(f"layers.{name}", p) for name, p in self.model.named_parameters()]
         for number, pair in enumerate(self._adapters):
             parameters += [(f"adapters.{number}.{name}", p) for name, p in pair.named_parameters()]
-        found = {f"weight/{name}": p.detach() for name, p in parameters}
+        tensors = {f"weight/{name}": p.detach() for name, p in parameters}
         for name, p in parameters:
             if p in self.optimizer.state:
                 for key in ("exp_avg", "exp_avg_sq"):
-                    found[f"{key}/{name}"] = self.optimizer.state[p][key]
-        return found
+                    tensors[f"{key}/{name}"] = self.optimizer.state[p][key]
+        return tensors
 
 
 _KINDS = (torch.float32, torch.bfloat16)

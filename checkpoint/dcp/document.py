@@ -55,8 +55,8 @@ def encode(
     flat = flatten({"values": dict(values)})
     for leaf in flat.leaves:
         if leaf.local.sharded or leaf.name in refs:
-            what = "is spread over ranks" if leaf.local.sharded else "has the name of another one"
-            raise UsageError(f"{leaf.name}: a tensor inside of a value {what}", hint="leave flatten_state_dict=True")
+            problem = "is spread over ranks" if leaf.local.sharded else "has the name of another one"
+            raise UsageError(f"{leaf.name}: a tensor inside of a value {problem}", hint="leave flatten_state_dict=True")
     document: Any = flat.tree
     _require_plain(document["values"], "values")
     where = {name: tuple(path) for name, path in (paths or {}).items()}
@@ -74,10 +74,10 @@ def _cuts(name: str, path: Path) -> tuple[int, ...] | None:
     None if the name is not the path's parts with one character between them.
     """
     cuts = tuple(-len(str(part)) if isinstance(part, int) else len(part) for part in path)
-    return cuts if _cut(name, cuts) == path else None
+    return cuts if _path_from_cuts(name, cuts) == path else None
 
 
-def _cut(name: str, cuts: Iterable[int]) -> Path:
+def _path_from_cuts(name: str, cuts: Iterable[int]) -> Path:
     parts: list[str | int] = []
     at = 0
     for length in cuts:
@@ -107,22 +107,22 @@ def is_dcp(document: object) -> bool:
 
 def names_of(step: Step, rank: int) -> Names:
     """The names of a step, as `rank` sees them."""
-    own = rank if rank < len(step.manifests) else 0
-    order = [step.manifests[own], *(m for m in step.manifests if m.rank != own)]
-    found = Names()
+    own_number = rank if rank < len(step.manifests) else 0
+    order = [step.manifests[own_number], *(m for m in step.manifests if m.rank != own_number)]
+    names = Names()
     for manifest in order:
         document = tree.decode(manifest.tree)
-        one = _of_dcp(document) if is_dcp(document) else _of_state(document)
-        found.values = {**one.values, **found.values}
-        found.tensors = {**one.tensors, **found.tensors}
-        found.paths = {**one.paths, **found.paths}
-    return found
+        names_of_manifest = _of_dcp(document) if is_dcp(document) else _of_state(document)
+        names.values = {**names_of_manifest.values, **names.values}
+        names.tensors = {**names_of_manifest.tensors, **names.tensors}
+        names.paths = {**names_of_manifest.paths, **names.paths}
+    return names
 
 
 def _of_dcp(document: Any) -> Names:
     try:
         if "many" in document:
-            cut = {name: _cut(name, cuts) for name, cuts in document["many"] if cuts is not None}
+            cut = {name: _path_from_cuts(name, cuts) for name, cuts in document["many"] if cuts is not None}
             return Names({name: name for name, _ in document["many"]}, document["values"], document["paths"] | cut)
         tensors = {name: ref.name for name, ref in document["tensors"].items()}
         return Names(tensors, document["values"], document["paths"])
@@ -133,27 +133,27 @@ def _of_dcp(document: Any) -> Names:
 def _of_state(document: object) -> Names:
     """A state that a Checkpointer saved, flattened as DCP does."""
     refs: dict[int, tuple[str, torch.Tensor]] = {}
-    flat, paths = flatten_state_dict(_opened(document, refs))
-    found = Names(paths=dict(paths))
+    flat, paths = flatten_state_dict(_with_stand_ins(document, refs))
+    names = Names(paths=dict(paths))
     for name, value in flat.items():
         if id(value) in refs:
-            found.tensors[name] = refs[id(value)][0]
+            names.tensors[name] = refs[id(value)][0]
         else:
-            found.values[name] = value
-    return found
+            names.values[name] = value
+    return names
 
 
-def _opened(node: Any, refs: dict[int, tuple[str, torch.Tensor]]) -> Any:
+def _with_stand_ins(node: Any, refs: dict[int, tuple[str, torch.Tensor]]) -> Any:
     if isinstance(node, TensorRef):
         stand_in = torch.empty(0, device="meta")
         refs[id(stand_in)] = node.name, stand_in
         return stand_in
     if isinstance(node, StatefulNode):
-        return _opened(node.state, refs)
+        return _with_stand_ins(node.state, refs)
     if isinstance(node, (ViewRef, PartsNode, MetaNode)):
         raise UnsupportedError("the step holds tensors that DCP cannot load", hint="restore it with a Checkpointer")
     if isinstance(node, dict):
-        return {key: _opened(value, refs) for key, value in node.items()}
+        return {key: _with_stand_ins(value, refs) for key, value in node.items()}
     if isinstance(node, (list, tuple)):
-        return type(node)(_opened(value, refs) for value in node)
+        return type(node)(_with_stand_ins(value, refs) for value in node)
     return node

@@ -45,7 +45,7 @@ from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.restoring.aliases import Target, require_one_content
 from headrace.checkpoint.restoring.chunk_reader import Saved, Want
 from headrace.checkpoint.state.build import Builder, Fit
-from headrace.checkpoint.state.tensors import TensorSink, settle
+from headrace.checkpoint.state.tensors import TensorSink, synchronize
 from headrace.checkpoint.state.tree import tensor_names
 from headrace.dataio.core.errors import CorruptionError, MismatchError, TransientError, UsageError
 from headrace.dataio.store.base import Store
@@ -126,7 +126,7 @@ class RepositoryReader(StorageReader):
             base = self._find(stack)
             self._opened_step = stack.enter_context(chunk_reader.LeasedStep(self._store, self._run, base))
             self._step, self._base = base.step, base
-            self._see(Ranks.from_environment(None, None).rank if self._given_rank is None else self._given_rank)
+            self._select_rank(Ranks.from_environment(None, None).rank if self._given_rank is None else self._given_rank)
             metadata = self._metadata()
             self._open = stack.pop_all()
         return metadata
@@ -135,7 +135,7 @@ class RepositoryReader(StorageReader):
         """Replace `metadata` in place by that of the rank in DCP's process group. DCP passes the rank only here."""
         rank = kwargs.get("rank")
         if rank is not None and self._given_rank is None and rank != self._rank:
-            self._see(rank)
+            self._select_rank(rank)
             metadata.state_dict_metadata.clear()
             metadata.state_dict_metadata.update(self._metadata().state_dict_metadata)
 
@@ -157,12 +157,14 @@ class RepositoryReader(StorageReader):
             targets = [planner.resolve_tensor(item).detach() for item in items]
             with torch.no_grad():
                 wants = [self._want(item, target) for item, target in zip(items, targets, strict=True)]
-                there = zip(items, wants, targets, strict=True)
-                places = [Target(item.dest_index.fqn, want.saved, want.box, target) for item, want, target in there]
+                read_items = zip(items, wants, targets, strict=True)
+                places = [
+                    Target(item.dest_index.fqn, want.saved, want.box, target) for item, want, target in read_items
+                ]
                 require_one_content(self._store, self._opened_step, places)
                 direct = direct_for(self._store, self._gds)
                 store = self._store if direct is None else GdsStore(self._store, direct)
-                settle(target.device for target in targets)
+                synchronize(target.device for target in targets)
                 chunk_reader.read(store, self._opened_step, wants)
             for item, target in zip(items, targets, strict=True):
                 planner.commit_tensor(item, target)
@@ -180,7 +182,7 @@ class RepositoryReader(StorageReader):
     def _opened(self) -> contextlib.AbstractContextManager[Store]:
         return open_store(str(self._url), storage_options=self._options)
 
-    def _see(self, rank: int) -> None:
+    def _select_rank(self, rank: int) -> None:
         """Set the names and tensors of the step as this rank sees it."""
         self._rank = rank
         self._names = document.names_of(self._opened_step, rank)
@@ -192,7 +194,7 @@ class RepositoryReader(StorageReader):
         if job.rank == self._rank or len(self._opened_step.manifests) != job.world_size:
             return
         planned = self._metadata().state_dict_metadata
-        self._see(job.rank)
+        self._select_rank(job.rank)
         if self._metadata().state_dict_metadata != planned:
             raise UsageError("ranks hold other tensors under the same names", hint="RepositoryReader(..., rank=)")
 
@@ -205,7 +207,7 @@ class RepositoryReader(StorageReader):
                 self._store = stack.enter_context(self._opened())
             self._opened_step = stack.enter_context(chunk_reader.LeasedStep(self._store, self._run, base))
             self._step, self._base = base.step, base
-            self._see(self._rank)
+            self._select_rank(self._rank)
             self._open = stack.pop_all()
         if self._metadata().state_dict_metadata != planned:
             raise TransientError(
@@ -215,10 +217,10 @@ class RepositoryReader(StorageReader):
     def _find(self, stack: contextlib.ExitStack) -> Base:
         """Open the store and find the step."""
         self._store = self._url if isinstance(self._url, Store) else stack.enter_context(self._opened())
-        found = repository.find(self._store, self._run, self._step)
-        if found is None:
+        base = repository.find(self._store, self._run, self._step)
+        if base is None:
             raise repository.missing(self._store, self._run)
-        return found
+        return base
 
     def _value(self, name: str) -> object:
         """Decode a value other than a tensor. Tensors inside it are read."""
@@ -255,12 +257,14 @@ def _tensor_metadata(saved: Saved) -> TensorStorageMetadata:
 
 def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:
     """All tensors that the rank sees, and those that only other ranks hold."""
-    found: dict[str, Saved] = {}
+    rank_local: dict[str, Saved] = {}
     for manifest in step.manifests:
         for tensor in manifest.tensors:
             if not tensor.replicated:
-                found.setdefault(tensor.name, Saved(tensor.name, tensor.dtype, tensor.shape, ((manifest, tensor),)))
-    return found | chunk_reader.tensors_of(step, rank)
+                rank_local.setdefault(
+                    tensor.name, Saved(tensor.name, tensor.dtype, tensor.shape, ((manifest, tensor),))
+                )
+    return rank_local | chunk_reader.tensors_of(step, rank)
 
 
 def _pickled_here(value: object) -> io.BytesIO:

@@ -75,7 +75,7 @@ def new_ticket(store: Store, run: str, step: int, again: bool = False) -> Ticket
         repository.ensure_repo(store)
         restored, since, latest = _resumed.get(at, (None, 0, False))
         state = WriterState(
-            _own(),
+            _writer_name(),
             _timelines.get(at, 0),
             restored,
             since,
@@ -107,15 +107,15 @@ def export_session() -> Any:
     global _handed_on
     with _lock:
         _handed_on = True
-        return _own(), writers.of_this_job(), dict(_timelines), dict(_resumed)
+        return _writer_name(), writers.of_this_job(), dict(_timelines), dict(_resumed)
 
 
 def adopt_session(exported: Any) -> None:
     """Make this process save on behalf of the process that called `export_session`."""
     global _writer
     with _lock:
-        _writer, known, timelines, resumed = exported
-        writers.join(known)
+        _writer, writers_of_caller, timelines, resumed = exported
+        writers.join(writers_of_caller)
         _resumed.update(resumed)
         for at, number in timelines.items():
             _timelines[at] = max(_timelines.get(at, 0), number)
@@ -129,7 +129,7 @@ def is_new_process() -> None:
     _resumed.clear()
 
 
-def _own() -> str:
+def _writer_name() -> str:
     global _writer
     if not _writer:
         _writer = writers.enter()
@@ -194,7 +194,7 @@ def _commit_staged(
 ) -> None:
     specs, tensors = layouts.in_bands(specs, tensors)
     layout = layouts.lay_out(specs)
-    put = _plan(store, share, specs, layout, tree)
+    plan = _plan(store, share, specs, layout, tree)
     arena = Arena(LEAST_BYTES)
     sliced: SlicedState | None = None
     try:
@@ -203,7 +203,7 @@ def _commit_staged(
             store = device_slices.store(store)
         else:
             sliced = SlicedState(arena, tensors, specs=specs, layout=layout)
-        commit_staged(sliced, put, lambda _: None, store=store)
+        commit_staged(sliced, plan, lambda _: None, store=store)
     finally:
         if sliced is not None:
             sliced.cancel()

@@ -109,7 +109,7 @@ class RepositoryWriter(StorageWriter):
         self._step = None if step is None else names.check_step(step)
         self._compression, self._timeout, self._gds = compression, timeout, gds
         self._overwrite = overwrite
-        self._own: list[WriteItem] = []
+        self._own_items: list[WriteItem] = []
         self._paths: dict[str, document.Path] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -134,19 +134,19 @@ class RepositoryWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Separate the rank-local items, and list the shared parts that this rank holds."""
         if not plan.usable:
-            raise _caching()
+            raise _caching_error()
         self._paths = plan.planner_data
-        self._own = [item for item in plan.items if _is_own(item)]
+        self._own_items = [item for item in plan.items if _is_own(item)]
         shared = [item for item in plan.items if not _is_own(item)]
-        held = _Held(tuple((_key(item), _nbytes(item)) for item in shared))
-        return dataclasses.replace(plan, items=shared, storage_data=held)
+        parts = _Held(tuple((_key(item), _nbytes(item)) for item in shared))
+        return dataclasses.replace(plan, items=shared, storage_data=parts)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator, assign parts to ranks and create the attempt."""
         assert self._step is not None
         with self._store() as store:
             ticket = msgspec.msgpack.encode(session.new_ticket(store, self._run, self._step, self._overwrite))
-        shares = _spread(plans)
+        shares = _assign_parts(plans)
         agreed = _plan_digest(shares) if names.is_grouped(len(plans)) else b""
         return [
             dataclasses.replace(plan, items=items, storage_data=_Orders(ticket, rank, len(plans), agreed))
@@ -156,12 +156,12 @@ class RepositoryWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Store this rank's part. Returns after all ranks have committed the step."""
         if getattr(planner, "_enable_plan_caching", False):
-            raise _caching()
+            raise _caching_error()
         orders: _Orders = plan.storage_data
         with self._store() as store:
             share = self._share(orders)
             try:
-                tensors, specs, tree = self._taken(plan.items, planner)
+                tensors, specs, tree = self._tensors_and_tree(plan.items, planner)
             except BaseException as error:
                 abort(store, share, error)
                 raise
@@ -190,14 +190,16 @@ class RepositoryWriter(StorageWriter):
         with open_store(self._url, storage_options=self._options) as store:
             yield store
 
-    def _taken(
+    def _tensors_and_tree(
         self, items: Sequence[WriteItem], planner: SavePlanner
     ) -> tuple[list[torch.Tensor], list[TensorSpec], bytes]:
-        own = [item for item in self._own if item.type != WriteItemType.BYTE_IO]
-        tensors = [_tensor(planner, item) for item in [*items, *own]]
-        specs = [_spec(item, True) for item in items] + [_spec(item, False) for item in own]
-        values = {item.index.fqn: _value(planner, item) for item in self._own if item.type == WriteItemType.BYTE_IO}
-        tree, inside = document.encode(sorted({i.index.fqn for i in [*items, *own]}), values, self._paths)
+        own_tensors = [item for item in self._own_items if item.type != WriteItemType.BYTE_IO]
+        tensors = [_tensor(planner, item) for item in [*items, *own_tensors]]
+        specs = [_spec(item, True) for item in items] + [_spec(item, False) for item in own_tensors]
+        values = {
+            item.index.fqn: _value(planner, item) for item in self._own_items if item.type == WriteItemType.BYTE_IO
+        }
+        tree, inside = document.encode(sorted({i.index.fqn for i in [*items, *own_tensors]}), values, self._paths)
         tensors += [leaf.local.tensor for leaf in inside]
         specs += [TensorSpec(leaf.name, leaf.local.dtype, leaf.local.box, False) for leaf in inside]
         return tensors, specs, tree
@@ -219,17 +221,17 @@ class RepositoryWriter(StorageWriter):
 
 def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
     """The step that DCP's `checkpoint_id` names. It is a number, or a path that ends in a number (step-1200)."""
-    found = re.search(
+    match = re.search(
         r"(\d+)/?$", os.fspath(checkpoint_id) if not isinstance(checkpoint_id, int) else str(checkpoint_id)
     )
-    if found is None:
+    if match is None:
         raise UsageError(
             f"checkpoint_id {str(checkpoint_id)!r:.100} names no step", hint="end it with the step's number"
         )
-    return names.check_step(int(found[1]))
+    return names.check_step(int(match[1]))
 
 
-def _spread(plans: list[SavePlan]) -> list[list[WriteItem]]:
+def _assign_parts(plans: list[SavePlan]) -> list[list[WriteItem]]:
     """Assign every part to one of the ranks that hold it, balanced by bytes.
 
     If a planner does not report these ranks, keep the planner's assignment.
@@ -244,10 +246,10 @@ def _spread(plans: list[SavePlan]) -> list[list[WriteItem]]:
     if any(key not in holders for key in items):
         return [local.items for local in plans]
     texts = {repr(key): key for key in items}
-    found = assign_writers((text, sizes[key], holders[key]) for text, key in texts.items())
+    writers = assign_writers((text, sizes[key], holders[key]) for text, key in texts.items())
     spread: list[list[WriteItem]] = [[] for _ in plans]
     for text, key in texts.items():
-        spread[found[text]].append(items[key])
+        spread[writers[text]].append(items[key])
     return spread
 
 
@@ -261,8 +263,8 @@ def _plan_digest(shares: Sequence[Sequence[WriteItem]]) -> bytes:
             boxes.setdefault(spec.name, []).append(spec.box)
         digests.append(group.share_digest(specs))
     for name, parts in boxes.items():
-        if what := coverage_error(parts):
-            raise MismatchError(f"tensor {name!r:.200}: {what}", hint="nothing was saved; see the planner")
+        if problem := coverage_error(parts):
+            raise MismatchError(f"tensor {name!r:.200}: {problem}", hint="nothing was saved; see the planner")
     return group.plan_digest(digests)
 
 
@@ -290,9 +292,9 @@ def _spec(item: WriteItem, shared: bool) -> TensorSpec:
 
 
 def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    found = planner.resolve_data(item)
-    assert isinstance(found, torch.Tensor)
-    tensor: torch.Tensor = tensors.describe(found.detach(), item.index.fqn).tensor
+    data = planner.resolve_data(item)
+    assert isinstance(data, torch.Tensor)
+    tensor: torch.Tensor = tensors.describe(data.detach(), item.index.fqn).tensor
     return tensor
 
 
@@ -306,7 +308,7 @@ def _value(planner: SavePlanner, item: WriteItem) -> object:
     return look(item.index)
 
 
-def _caching() -> UnsupportedError:
+def _caching_error() -> UnsupportedError:
     return UnsupportedError(
         "the planner's plan caching hides new saves from the storage", hint="leave enable_plan_caching=False"
     )

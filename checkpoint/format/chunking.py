@@ -156,8 +156,8 @@ def width(shape: Sequence[int], dim: int, item_bytes: int) -> int:
     """
     inner = math.prod(shape[dim + 1 :]) * item_bytes
     column = math.prod(shape[:dim]) * inner
-    wanted = max(FINE_CHUNK_BYTES, column * shape[dim] // _MOST) // column
-    return int(1 << max(wanted, -(-_RUN_BYTES // inner), 1).bit_length() - 1)
+    least = max(FINE_CHUNK_BYTES, column * shape[dim] // _MOST) // column
+    return int(1 << max(least, -(-_RUN_BYTES // inner), 1).bit_length() - 1)
 
 
 def pieces(box: Box, item_bytes: int) -> Iterator[tuple[int, int]]:
@@ -247,12 +247,12 @@ class PieceSpan(msgspec.Struct, frozen=True, gc=False):
 
 def in_bands(specs: Sequence[TensorSpec], tensors: Sequence[Any]) -> tuple[list[TensorSpec], list[Any]]:
     """Replace shards that are cut in an inner dimension by their bands, and slice `tensors` in the same way."""
-    made, parts = [], []
+    all_bands, parts = [], []
     for spec, tensor in zip(specs, tensors, strict=True):
-        found = banded([spec])
-        made += found
-        parts += [tensor[inside(band.box, spec.box)] for band in found] if len(found) > 1 else [tensor]
-    return made, parts
+        bands = banded([spec])
+        all_bands += bands
+        parts += [tensor[inside(band.box, spec.box)] for band in bands] if len(bands) > 1 else [tensor]
+    return all_bands, parts
 
 
 def banded(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
@@ -272,7 +272,7 @@ def lay_out(specs: Sequence[TensorSpec]) -> Layout:
     for small in (True, False):
         for i, size in enumerate(sizes):
             if is_small(size) == small:
-                offsets[i] = end = _up(end, SMALL_ALIGN if small else ALIGN)
+                offsets[i] = end = _round_up(end, SMALL_ALIGN if small else ALIGN)
                 end += size
         if small:
             small_bytes = end
@@ -286,16 +286,16 @@ def is_small(nbytes: int) -> bool:
 
 def cut_all(specs: Sequence[TensorSpec], layout: Layout) -> tuple[list[Piece], list[list[PieceSpan]]]:
     """All chunks of the arena, and for each tensor the parts of chunks that make up its bytes."""
-    found = [Piece(start, length) for start, length in cut(layout.small_bytes, FINE_CHUNK_BYTES)]
+    all_pieces = [Piece(start, length) for start, length in cut(layout.small_bytes, FINE_CHUNK_BYTES)]
     spans: list[list[PieceSpan]] = []
     for spec, at in zip(specs, layout.offsets, strict=True):
         if is_small(size := spec.nbytes):
             spans.append(list(_small_spans(at, size)))
             continue
-        own = [Piece(at + start, length) for start, length in pieces(spec.box, ITEM_BYTES[spec.dtype])]
-        spans.append([PieceSpan(len(found) + i, 0, piece.length) for i, piece in enumerate(own)])
-        found += own
-    return found, spans
+        pieces_of_tensor = [Piece(at + start, length) for start, length in pieces(spec.box, ITEM_BYTES[spec.dtype])]
+        spans.append([PieceSpan(len(all_pieces) + i, 0, piece.length) for i, piece in enumerate(pieces_of_tensor)])
+        all_pieces += pieces_of_tensor
+    return all_pieces, spans
 
 
 def _small_spans(at: int, nbytes: int) -> Iterator[PieceSpan]:
@@ -304,5 +304,5 @@ def _small_spans(at: int, nbytes: int) -> Iterator[PieceSpan]:
         yield PieceSpan(piece, inside, length)
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple

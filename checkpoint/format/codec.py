@@ -84,18 +84,18 @@ def decompress(stored: memoryview, codec: int, raw: int) -> memoryview | None:
 
 def _to_planes(flat: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint8]:
     """[b0 b1 c0 c1 ... rest] -> [b0 c0 ... b1 c1 ... rest]; `rest`: bytes after the last whole element."""
-    whole = len(flat) - len(flat) % width
+    whole_bytes = len(flat) - len(flat) % width
     out = np.empty_like(flat)
-    np.copyto(out[:whole].reshape(width, -1), flat[:whole].reshape(-1, width).T)
-    out[whole:] = flat[whole:]
+    np.copyto(out[:whole_bytes].reshape(width, -1), flat[:whole_bytes].reshape(-1, width).T)
+    out[whole_bytes:] = flat[whole_bytes:]
     return out
 
 
 def _from_planes(planes: npt.NDArray[np.uint8], width: int) -> npt.NDArray[np.uint8]:
-    whole = len(planes) - len(planes) % width
+    whole_bytes = len(planes) - len(planes) % width
     out = np.empty_like(planes)
-    np.copyto(out[:whole].reshape(-1, width), planes[:whole].reshape(width, -1).T)
-    out[whole:] = planes[whole:]
+    np.copyto(out[:whole_bytes].reshape(-1, width), planes[:whole_bytes].reshape(width, -1).T)
+    out[whole_bytes:] = planes[whole_bytes:]
     return out
 
 
@@ -165,10 +165,12 @@ def _is_valid(link: Link) -> bool:
     return place and named and link.codec in CODECS and link.codec not in DELTAS
 
 
-def _xor(one: Buffer, other: Buffer) -> npt.NDArray[np.uint8]:
-    a, b = np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)
-    whole = len(a) - len(a) % 8
+def _xor(first: Buffer, second: Buffer) -> npt.NDArray[np.uint8]:
+    a, b = np.frombuffer(first, np.uint8), np.frombuffer(second, np.uint8)
+    whole_bytes = len(a) - len(a) % 8
     out = np.empty_like(a)
-    np.bitwise_xor(a[:whole].view(np.uint64), b[:whole].view(np.uint64), out=out[:whole].view(np.uint64))
-    np.bitwise_xor(a[whole:], b[whole:], out=out[whole:])
+    np.bitwise_xor(
+        a[:whole_bytes].view(np.uint64), b[:whole_bytes].view(np.uint64), out=out[:whole_bytes].view(np.uint64)
+    )
+    np.bitwise_xor(a[whole_bytes:], b[whole_bytes:], out=out[whole_bytes:])
     return out

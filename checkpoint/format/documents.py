@@ -165,6 +165,10 @@ class Commit(Document, frozen=True, kw_only=True):
     tombstone: bool = False
     committed: float = 0.0
 
+    def commits(self, attempt: str) -> bool:
+        """Whether the step exists and is this attempt."""
+        return self.attempt == attempt and not self.tombstone
+
 
 class StepOfRun(msgspec.Struct, frozen=True):
     run: str
@@ -215,9 +219,9 @@ def decode(data: bytes, kind: type[D], key: str) -> D:
 
 def newer(key: str, version: int, newest: int = VERSION) -> UnsupportedError:
     """The error for an object of a version that this Headrace does not know. It reads versions up to `newest`."""
-    known = f"version {VERSION}" if newest == VERSION else f"versions {VERSION} to {newest}"
+    supported = f"version {VERSION}" if newest == VERSION else f"versions {VERSION} to {newest}"
     return UnsupportedError(
-        f"{key} has format version {version}; this Headrace reads {known}", hint="install a newer Headrace"
+        f"{key} has format version {version}; this Headrace reads {supported}", hint="install a newer Headrace"
     )
 
 

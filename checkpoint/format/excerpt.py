@@ -47,11 +47,11 @@ def encode(excerpts: list[Excerpt]) -> bytes:
 
 def decode(data: bytes, sender: int) -> list[Excerpt]:
     """Decode and check the excerpts that the rank `sender` sent."""
-    what = f"rank {sender} sent a damaged excerpt of a manifest"
+    subject = f"rank {sender} sent a damaged excerpt of a manifest"
     try:
-        found = _decoder.decode(data)
+        excerpts = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptionError(f"{what}: {error}") from None
-    for each in found:
-        manifests.check_rows(each, what)
-    return found
+        raise CorruptionError(f"{subject}: {error}") from None
+    for rows in excerpts:
+        manifests.check_rows(rows, subject)
+    return excerpts

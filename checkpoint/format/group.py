@@ -134,15 +134,15 @@ class Tally:
     bytes_deduplicated: int = 0
     is_complete: bool = True
 
-    def add(self, each: Group | Manifest) -> None:
+    def add(self, counted: Group | Manifest) -> None:
         """Add one manifest or group. A group of an older version lacks the number of its tensors."""
-        self.packs.update(each.packs)
-        tensors = len(each.tensors) if isinstance(each, Manifest) else each.tensors
+        self.packs.update(counted.packs)
+        tensors = len(counted.tensors) if isinstance(counted, Manifest) else counted.tensors
         self.tensors += tensors or 0
         self.is_complete &= tensors is not None
-        self.bytes_state += each.bytes_state
-        self.bytes_written += each.bytes_written
-        self.bytes_deduplicated += each.bytes_deduplicated
+        self.bytes_state += counted.bytes_state
+        self.bytes_written += counted.bytes_written
+        self.bytes_deduplicated += counted.bytes_deduplicated
 
     def totals(self) -> Totals | None:
         """The totals; None if a group lacks the number of its tensors, or if the packs belong to too many attempts."""
@@ -177,27 +177,27 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Group
         version = msgspec.msgpack.decode(data, type=_Head).version
         if version != VERSION:
             raise newer(key, version)
-        found = msgspec.msgpack.decode(data, type=Group)
+        group = msgspec.msgpack.decode(data, type=Group)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise _damaged(key, str(error)) from None
-    if what := _flaw(found, key):
-        raise _damaged(key, what)
-    return found
+    if flaw := _flaw(group, key):
+        raise _damaged(key, flaw)
+    return group
 
 
-def _flaw(found: Group, key: str) -> str:
+def _flaw(group: Group, key: str) -> str:
     at = names.parse_step_key(key)
-    if at is None or (at.attempt, at.rank) != (found.attempt, found.index) or at.kind != "group":
+    if at is None or (at.attempt, at.rank) != (group.attempt, group.index) or at.kind != "group":
         return "it belongs to another key"
-    if not found.members or not 0 <= found.first <= found.world_size - len(found.members):
-        return f"{len(found.members)} ranks from rank {found.first} on, of a world of {found.world_size}"
-    digests = [found.plan, *(value for member in found.members for value in (member.manifest, member.share))]
+    if not group.members or not 0 <= group.first <= group.world_size - len(group.members):
+        return f"{len(group.members)} ranks from rank {group.first} on, of a world of {group.world_size}"
+    digests = [group.plan, *(value for member in group.members for value in (member.manifest, member.share))]
     if any(len(value) != DIGEST_BYTES for value in digests):
         return "a digest has the wrong length"
-    if not all(names.is_id(pack.attempt) and names.is_pack_name(pack.name) for pack in found.packs):
+    if not all(names.is_id(pack.attempt) and names.is_pack_name(pack.name) for pack in group.packs):
         return "a pack has a bad name"
     return ""
 
 
-def _damaged(key: str, what: str) -> CorruptionError:
-    return CorruptionError(f"{key} is not a valid group: {what}", hint="run `headrace ckpt check`")
+def _damaged(key: str, flaw: str) -> CorruptionError:
+    return CorruptionError(f"{key} is not a valid group: {flaw}", hint="run `headrace ckpt check`")

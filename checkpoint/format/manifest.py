@@ -153,20 +153,20 @@ def version_for(codecs: Iterable[int], tree: bytes = b"") -> int:
     """The lowest version that supports chunks with these codecs and this tree."""
     if tree.startswith(NEWER_TREE):
         return WITH_VALUES
-    found = set(codecs)
-    if found & DELTAS.keys():
+    kinds = set(codecs)
+    if kinds & DELTAS.keys():
         return WITH_DELTAS
-    return WITH_PLANES if found & PLANES.keys() else VERSION
+    return WITH_PLANES if kinds & PLANES.keys() else VERSION
 
 
 def encodings(manifest: Manifest) -> dict[int, tuple[int, int]]:
     """By codec, (raw, stored) bytes of the chunks that the manifest's own attempt wrote."""
-    found: dict[int, tuple[int, int]] = {}
+    sizes: dict[int, tuple[int, int]] = {}
     for chunk in manifest.chunks:
         if manifest.packs[chunk.pack].attempt == manifest.attempt:
-            raw, stored = found.get(chunk.codec, (0, 0))
-            found[chunk.codec] = raw + chunk.raw, stored + chunk.stored
-    return found
+            raw, stored = sizes.get(chunk.codec, (0, 0))
+            sizes[chunk.codec] = raw + chunk.raw, stored + chunk.stored
+    return sizes
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -221,9 +221,9 @@ class _Invalid(Exception):
     """An error inside a manifest. `decode` raises it as `CorruptionError`."""
 
 
-def _require(condition: bool, what: str) -> None:
+def _require(condition: bool, flaw: str) -> None:
     if not condition:
-        raise _Invalid(what)
+        raise _Invalid(flaw)
 
 
 class Rows(Protocol):
@@ -261,25 +261,25 @@ def _check_packs(packs: Iterable[PackName]) -> None:
 
 
 def _check_chunks(rows: Rows) -> None:
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()
     packs = len(rows.packs)
     for i, c in enumerate(rows.chunks):
-        what = ""
-        if len(c.digest) != DIGEST_BYTES or c.digest in seen:
-            what = "has a bad or repeated digest"
+        flaw = ""
+        if len(c.digest) != DIGEST_BYTES or c.digest in digests:
+            flaw = "has a bad or repeated digest"
         elif not 0 <= c.pack < packs:
-            what = f"names pack {c.pack} of {packs}"
+            flaw = f"names pack {c.pack} of {packs}"
         elif c.codec not in CODECS:
-            what = f"has the unknown codec {c.codec}"
+            flaw = f"has the unknown codec {c.codec}"
         elif not (0 < c.raw <= CHUNK_BYTES and 0 < c.stored <= c.raw):
-            what = "has impossible sizes"
+            flaw = "has impossible sizes"
         elif c.codec == RAW and c.stored != c.raw:
-            what = "is raw but of two sizes"
+            flaw = "is raw but of two sizes"
         elif not 0 <= c.offset <= PACK_BYTES - c.stored:
-            what = "lies outside of a pack"
-        if what:
-            raise _Invalid(f"chunk {i} {what}")
-        seen.add(c.digest)
+            flaw = "lies outside of a pack"
+        if flaw:
+            raise _Invalid(f"chunk {i} {flaw}")
+        digests.add(c.digest)
     check_disjoint((c.pack, c.offset, c.stored) for c in rows.chunks)
 
 
@@ -305,14 +305,14 @@ def check_disjoint(ranges: Iterable[tuple[int, int, int]]) -> None:
 
 
 def _check_tensors(rows: Rows) -> None:
-    held: dict[str, list[Tensor]] = {}
+    by_name: dict[str, list[Tensor]] = {}
     for t in rows.tensors:
-        held.setdefault(t.name, []).append(t)
+        by_name.setdefault(t.name, []).append(t)
         try:
             _check_tensor(t, rows.chunks)
         except (_Invalid, CorruptionError) as error:
             raise _Invalid(f"tensor {t.name!r:.200}: {error}") from None
-    for name, same in held.items():
+    for name, same in by_name.items():
         places = {(t.offset, t.local) for t in same if t.replicated}
         _require(len(same) == 1 or len(places) == len(same), f"tensor {name!r:.200} is listed twice")
 
@@ -322,19 +322,19 @@ def _check_tensor(t: Tensor, chunks: tuple[Chunk, ...]) -> None:
 
     This runs for every tensor at every restore, so messages are formatted only if there is an error.
     """
-    if (what := _flaw(t)) is not None:
-        raise _Invalid(what)
-    held = 0
+    if (flaw := _flaw(t)) is not None:
+        raise _Invalid(flaw)
+    covered = 0
     for span in t.spans:
         if not 0 <= span.chunk < len(chunks):
             raise _Invalid(f"chunk {span.chunk} of {len(chunks)}")
         if span.start < 0 or span.length <= 0 or span.start + span.length > chunks[span.chunk].raw:
             raise _Invalid(f"a span outside of chunk {span.chunk}")
-        held += span.length
-    whole = chunking.nbytes(t.dtype, t.shape)
-    wanted = whole if t.local == t.shape else t.nbytes
-    if held != wanted:
-        raise _Invalid(f"{wanted} bytes, but spans of {held}")
+        covered += span.length
+    full_size = chunking.nbytes(t.dtype, t.shape)
+    expected = full_size if t.local == t.shape else t.nbytes
+    if covered != expected:
+        raise _Invalid(f"{expected} bytes, but spans of {covered}")
 
 
 def _flaw(t: Tensor) -> str | None:
@@ -350,14 +350,14 @@ def _flaw(t: Tensor) -> str | None:
     return None if t.replicated or t.local == t.shape else "one rank's own tensor, but only a part of it"
 
 
-def check_shards(found: Iterable[Manifest]) -> str | None:
+def check_shards(manifests: Iterable[Manifest]) -> str | None:
     """Describe a mismatch between the ranks' shards of replicated tensors in a step's manifests; None if there is none.
 
     Only the boxes of each manifest stay in memory.
     """
     shards: dict[str, list[Box]] = defaultdict(list)
     kinds: dict[str, str] = {}
-    for manifest in found:
+    for manifest in manifests:
         for tensor in manifest.tensors:
             if tensor.replicated:
                 shards[tensor.name].append(tensor.box)
@@ -366,7 +366,9 @@ def check_shards(found: Iterable[Manifest]) -> str | None:
     for name, boxes in shards.items():
         if len(boxes) == 1 and boxes[0].local == boxes[0].shape:
             continue  # a fast path: most tensors are whole
-        what = "its shards differ in shape" if any(b.shape != boxes[0].shape for b in boxes) else coverage_error(boxes)
-        if what is not None:
-            return f"tensor {name!r:.200}: {what}"
+        mismatch = (
+            "its shards differ in shape" if any(b.shape != boxes[0].shape for b in boxes) else coverage_error(boxes)
+        )
+        if mismatch is not None:
+            return f"tensor {name!r:.200}: {mismatch}"
     return None

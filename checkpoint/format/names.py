@@ -37,14 +37,14 @@ _PACK_NAME = re.compile(r"\d{1,6}-[0-9a-f]{8}-\d{1,6}", re.ASCII)
 _PACK_KEY = re.compile(rf"packs/([0-9A-Z]{{26}})/({_PACK_NAME.pattern})\.pack", re.ASCII)
 
 
-def check_run(run: str, what: str = "run") -> str:
+def check_run(run: str, kind: str = "run") -> str:
     """Return `run` if it is a valid name of a run or tag.
 
     A name consists of letters, digits, dots, dashes and underscores, and has at most 128 characters.
     """
     if not isinstance(run, str) or not _RUN.fullmatch(run):
         raise UsageError(
-            f"{run!r:.200} cannot name a {what}", hint="use letters, digits, '.', '-' and '_', at most 128 of them"
+            f"{run!r:.200} cannot name a {kind}", hint="use letters, digits, '.', '-' and '_', at most 128 of them"
         )
     return run
 
@@ -239,14 +239,6 @@ def id_from_bytes(raw: bytes) -> str:
     """The id that 16 bytes represent."""
     number = int.from_bytes(raw, "big")
     return "".join([_DIGITS[number >> shift & 31] for shift in range(125, -1, -5)])
-
-
-def id_to_bytes(text: str) -> bytes:
-    """The 16 bytes of an id."""
-    number = 0
-    for digit in check_id(text):
-        number = number << 5 | _DIGITS.index(digit)
-    return number.to_bytes(16, "big")
 
 
 def is_id(text: str) -> bool:

@@ -95,18 +95,18 @@ class _Timed:
     """Iterates over the parts of a pack. Reports to `took` how long the store took for each part and for the end."""
 
     def __init__(self, parts: Iterator[Buffer], took: Took) -> None:
-        self._parts, self._took, self._given = parts, took, (0, time.perf_counter())
+        self._parts, self._took, self._handed_over = parts, took, (0, time.perf_counter())
 
     def __iter__(self) -> Iterator[Buffer]:
         for part in self._parts:
-            self._given = len(part), time.perf_counter()
+            self._handed_over = len(part), time.perf_counter()
             yield part
-            self._took(len(part), time.perf_counter() - self._given[1])
-        self._given = 0, time.perf_counter()
+            self._took(len(part), time.perf_counter() - self._handed_over[1])
+        self._handed_over = 0, time.perf_counter()
 
     def returned(self) -> None:
         """Report the time from the last part to the end of the upload."""
-        self._took(0, time.perf_counter() - self._given[1])
+        self._took(0, time.perf_counter() - self._handed_over[1])
 
 
 def _parts(chunks: Iterator[NewChunk], packed: Callable[[Entry], None]) -> Iterator[Buffer]:

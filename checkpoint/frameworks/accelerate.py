@@ -36,7 +36,8 @@ from accelerate.utils import DistributedType
 
 from headrace.checkpoint.api import Checkpointer
 from headrace.checkpoint.dcp.writer import step_of
-from headrace.checkpoint.frameworks.naming import Names, move_folder
+from headrace.checkpoint.frameworks.name_files import move_folder
+from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.rng import RNG
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import UnsupportedError
@@ -112,7 +113,7 @@ class _Attached:
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **more: Any) -> Any:
         """As `Accelerator.load_state`, after the saves in flight have ended."""
         accelerator = self._accelerator
-        self._names.settle()
+        self._names.wait_quietly()
         if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
             parent = Path(accelerator.project_dir) / "checkpoints"
             self._recover(parent)
@@ -202,5 +203,5 @@ class _Attached:
 
 def _named_in(parent: Path) -> list[Path]:
     """Folders that Accelerate has named, oldest first."""
-    found = [path for path in parent.glob("checkpoint_*") if path.name[len("checkpoint_") :].isdecimal()]
-    return sorted(found, key=step_of)
+    folders = [path for path in parent.glob("checkpoint_*") if path.name[len("checkpoint_") :].isdecimal()]
+    return sorted(folders, key=step_of)

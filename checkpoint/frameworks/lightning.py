@@ -35,7 +35,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core import saving as pl_saving
 
 from headrace.checkpoint.api import Checkpointer
-from headrace.checkpoint.frameworks.naming import MAX_BYTES, Names, Record, read_name, write_file
+from headrace.checkpoint.frameworks.name_files import MAX_BYTES, Record, read_name, write_file
+from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.repository.steps import MissingStepError
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.tensors import memory_of
@@ -67,16 +68,19 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Save a checkpoint. Lightning calls it on rank 0. A state with several names (`last.ckpt`) is stored once."""
-        place, now = _local(path), int(checkpoint["global_step"])
-        again = now == self._global_step
+        place, global_step = _local(path), int(checkpoint["global_step"])
+        is_repeated = global_step == self._global_step
         # only after the first repeated save, because comparing takes as long as a copy of the state
-        self._compares = self._compares or again
+        self._compares = self._compares or is_repeated
         split = _split(checkpoint) if self._compares else None
-        if again and split is not None and self._has(split) and self._names.also(place, split.values):
+        if is_repeated and split is not None and self._has(split) and self._names.also(place, split.values):
             return
-        step = self._step + 1 if again else max(now, self._step + 1) if now > self._global_step else now
+        if is_repeated:
+            step = self._step + 1
+        else:
+            step = max(global_step, self._step + 1) if global_step > self._global_step else global_step
         handle = self._names.save(step, {"checkpoint": checkpoint}, place, write_file)
-        self._global_step, self._step = now, step
+        self._global_step, self._step = global_step, step
         self._digests = {} if split is None else split.digests
         if _has_links(place.parent):
             handle.result()
@@ -89,15 +93,15 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     ) -> dict[str, Any]:
         """The checkpoint, placed by `map_location` as in `torch.load`. By default, it is in main memory."""
         place, state = _local(path), {"checkpoint": None}
-        self._names.settle()
+        self._names.wait_quietly()
         self._names.recover(place.parent, place.name)
         record = self._names.restore(state, place)
-        found: Any = state["checkpoint"]
+        checkpoint: Any = state["checkpoint"]
         if record.values:
-            found = _joined(record.values, found)
+            checkpoint = _joined(record.values, checkpoint)
         if self._step < 0 and record.run in ("", self._checkpointer.run):
-            self._global_step, self._step = int(found["global_step"]), record.step
-        loaded: dict[str, Any] = mapped(found, map_location)
+            self._global_step, self._step = int(checkpoint["global_step"]), record.step
+        loaded: dict[str, Any] = mapped(checkpoint, map_location)
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -135,9 +139,9 @@ def _split(checkpoint: dict[str, Any]) -> _Split | None:
             if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided:
                 raise UsageError("not a plain tensor")
             plain = value.detach().cpu().contiguous()
-            found = xxhash.xxh3_128(f"{plain.dtype} {tuple(plain.shape)}".encode())
-            found.update(memory_of(plain))
-            digests[repr(path)] = found.digest()
+            hasher = xxhash.xxh3_128(f"{plain.dtype} {tuple(plain.shape)}".encode())
+            hasher.update(memory_of(plain))
+            digests[repr(path)] = hasher.digest()
             return TensorRef(repr(path))
         return _rebuilt(value, path, values_of)
 
@@ -167,14 +171,14 @@ def _joined(values: str, checkpoint: Any) -> Any:
         raise CorruptionError(f"the values in the named file do not fit its step: {error!r:.200}") from None
 
 
-def _rebuilt(value: Any, path: tuple[object, ...], each: Callable[[Any, tuple[object, ...]], Any]) -> Any:
-    """A container with `each` applied to its items. Any other value is returned unchanged."""
+def _rebuilt(value: Any, path: tuple[object, ...], apply: Callable[[Any, tuple[object, ...]], Any]) -> Any:
+    """A container with `apply` applied to its items. Any other value is returned unchanged."""
     if isinstance(value, dict):
-        made = value.copy()
-        made.update({key: each(item, (*path, key)) for key, item in value.items()})
-        return made
+        copied = value.copy()
+        copied.update({key: apply(item, (*path, key)) for key, item in value.items()})
+        return copied
     if type(value) in (list, tuple):
-        return type(value)(each(item, (*path, i)) for i, item in enumerate(value))
+        return type(value)(apply(item, (*path, i)) for i, item in enumerate(value))
     return value
 
 
@@ -207,7 +211,7 @@ def _load_file(path: Any, map_location: Where = None, weights_only: bool | None 
     """
     if isinstance(path, (str, os.PathLike)) and not os.path.exists(path):
         for io in list(_instances):
-            io._names.settle()
+            io._names.wait_quietly()
     record = _record_of(path)
     if record is None:
         return _load(path, map_location=map_location, weights_only=weights_only)
@@ -251,9 +255,9 @@ def _mapped(value: Any, where: Where, moved: dict[int, torch.Tensor | None]) -> 
     if isinstance(value, torch.Tensor):
         return _tensor(value, where, moved) if value.layout == torch.strided and value.device.type == "cpu" else value
     if isinstance(value, dict):
-        made = value.copy()
-        made.update({key: _mapped(item, where, moved) for key, item in value.items()})
-        return made
+        copied = value.copy()
+        copied.update({key: _mapped(item, where, moved) for key, item in value.items()})
+        return copied
     if type(value) in (list, tuple):
         return type(value)(_mapped(item, where, moved) for item in value)
     if isinstance(value, tuple) and hasattr(value, "_make"):
@@ -276,12 +280,12 @@ def _memory(storage: torch.UntypedStorage, where: Where) -> torch.Tensor | None:
     """The storage's bytes at their new location; None if they stay in main memory."""
     if isinstance(where, dict):
         where = where.get("cpu")
-    found = where(storage, "cpu") if callable(where) else where
-    if isinstance(found, torch.TypedStorage):
-        found = found._untyped_storage
-    if isinstance(found, torch.UntypedStorage):
-        return None if found is storage else _bytes(found)
-    return None if found is None or torch.device(found).type == "cpu" else _bytes(storage).to(found)
+    location = where(storage, "cpu") if callable(where) else where
+    if isinstance(location, torch.TypedStorage):
+        location = location._untyped_storage
+    if isinstance(location, torch.UntypedStorage):
+        return None if location is storage else _bytes(location)
+    return None if location is None or torch.device(location).type == "cpu" else _bytes(storage).to(location)
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

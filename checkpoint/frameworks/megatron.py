@@ -99,15 +99,15 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
         """The state with its tensors copied into main memory. Each save reuses this memory."""
         reused, self._copies = self._copies, {}
 
-        def copy(number: int, each: Any) -> Any:
-            if not isinstance(each, ShardedTensor) or each.data is None:
-                return each
-            place = (each.key, number, each.data.shape, each.data.dtype)
+        def copy(number: int, item: Any) -> Any:
+            if not isinstance(item, ShardedTensor) or item.data is None:
+                return item
+            place = (item.key, number, item.data.shape, item.data.dtype)
             room = reused.get(place)
             if room is None:
-                room = torch.empty_like(each.data, device="cpu", memory_format=torch.contiguous_format)
-            self._copies[place] = room.copy_(each.data.detach())
-            return dataclasses.replace(each, data=room)
+                room = torch.empty_like(item.data, device="cpu", memory_format=torch.contiguous_format)
+            self._copies[place] = room.copy_(item.data.detach())
+            return dataclasses.replace(item, data=room)
 
         return {key: [copy(number, each) for number, each in enumerate(found)] for key, found in flat.items()}
 
@@ -142,18 +142,18 @@ class RepositoryLoad(LoadShardedStrategy):  # type: ignore[misc, unused-ignore]
             key: unpacked(value) if isinstance(flat[key][0], ShardedObject) else mcore._unwrap_pyt_sharded_tensor(value)
             for key, value in into.items()
         }
-        found = mcore._replace_sharded_keys_with_state_dict_keys(loaded, mapping, renamed)
-        mcore._restore_dict_types(found, sharded_state_dict)
-        return found
+        result = mcore._replace_sharded_keys_with_state_dict_keys(loaded, mapping, renamed)
+        mcore._restore_dict_types(result, sharded_state_dict)
+        return result
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path, metadata: Metadata | None = None) -> Any:
         """The sharded tensors by key, without data."""
-        held = metadata or self._metadata(checkpoint_dir)
+        entries = metadata or self._metadata(checkpoint_dir)
         return {
             key: ShardedTensor.from_rank_offsets(
                 key, torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
             ).without_data()
-            for key, entry in held.state_dict_metadata.items()
+            for key, entry in entries.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
 
@@ -209,5 +209,5 @@ def _for_dcp(flat: Any, *, loading: bool) -> dict[str, Any]:
     """
     tensors = {key: found for key, found in flat.items() if isinstance(found[0], ShardedTensor)}
     objects = {key: found for key, found in flat.items() if isinstance(found[0], ShardedObject)}
-    made: dict[str, Any] = mcore.mcore_to_pyt_state_dict(tensors, loading)
-    return made | {key: b"" if loading else packed([each.data for each in found]) for key, found in objects.items()}
+    by_key: dict[str, Any] = mcore.mcore_to_pyt_state_dict(tensors, loading)
+    return by_key | {key: b"" if loading else packed([each.data for each in found]) for key, found in objects.items()}

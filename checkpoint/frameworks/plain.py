@@ -27,12 +27,12 @@ _TAG = "headrace:plain"
 def packed(value: Any) -> Any:
     """`value` as plain values."""
     if isinstance(value, torch.Tensor):
-        made = value.detach().cpu().contiguous()
+        tensor = value.detach().cpu().contiguous()
         return {
             _TAG: "tensor",
-            "dtype": name_of(made.dtype),
-            "shape": tuple(made.shape),
-            "bytes": bytes(memory_of(made)),
+            "dtype": name_of(tensor.dtype),
+            "shape": tuple(tensor.shape),
+            "bytes": bytes(memory_of(tensor)),
         }
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
@@ -57,7 +57,7 @@ def unpacked(value: Any) -> Any:
         if _TAG not in value:
             return {key: unpacked(item) for key, item in value.items()}
         try:
-            return _made(value)
+            return _tagged_value(value)
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CorruptionError(f"a saved {value[_TAG]!r:.40} cannot be decoded: {error}") from None
     if isinstance(value, (list, tuple)):
@@ -65,13 +65,13 @@ def unpacked(value: Any) -> Any:
     return value
 
 
-def _made(value: dict[str, Any]) -> Any:
+def _tagged_value(value: dict[str, Any]) -> Any:
     kind, data = value[_TAG], value["bytes"]
     if kind == "stream":
         return io.BytesIO(data)
     if kind == "tensor":
-        made = empty(getattr(torch, value["dtype"]), value["shape"])
-        memory_of(made)[:] = data
-        return made
+        tensor = empty(getattr(torch, value["dtype"]), value["shape"])
+        memory_of(tensor)[:] = data
+        return tensor
     array = np.frombuffer(data, np.dtype(value["dtype"])).reshape(value["shape"]).copy()
     return array[()] if kind == "number" else array

@@ -219,10 +219,10 @@ class RepositoryStorage(Storage):  # type: ignore[misc, unused-ignore]
                 yield store, opened
 
     def _file(self, opened: Step, path: Path) -> Saved:
-        found = _files(opened).get(_place(path, is_file=True).name)
-        if found is None:
+        saved = _files(opened).get(_place(path, is_file=True).name)
+        if saved is None:
             raise FileNotFoundError(f"step {opened.base.step} of run {opened.run} has no file {path}")
-        return found
+        return saved
 
     @staticmethod
     def _name_in(folder: Path, path: Path) -> str:
@@ -273,13 +273,13 @@ class RepositoryManager(CheckpointManager):  # type: ignore[misc, unused-ignore]
 
         This unpickles files, as the module's docstring warns.
         """
-        found, error = None, None
+        found_base, error = None, None
         try:
             step = checkpoint_id if checkpoint_id == "latest" else step_of(checkpoint_id)
-            found = repository.find(self._store, self._run, step) if self._ranks.rank == 0 else None
+            found_base = repository.find(self._store, self._run, step) if self._ranks.rank == 0 else None
         except Exception as caught:  # of any type: the other ranks must receive it
             error = caught
-        base = msgspec.msgpack.decode(self._ranks.agree(0, msgspec.msgpack.encode(found), error), type=Base | None)
+        base = msgspec.msgpack.decode(self._ranks.agree(0, msgspec.msgpack.encode(found_base), error), type=Base | None)
         if base is None:
             raise repository.missing(self._store, self._run)
         ticket = Ticket(base.attempt, base.timeline, None)
@@ -314,9 +314,9 @@ def _call_then_finish(first: Callable[[CallbackArgs], None] | None, args: Callba
 class _Writing(io.RawIOBase):
     """A file that is written to memory. Closing it keeps its content, unless the `with` ends in an error."""
 
-    def __init__(self, done: Callable[[io.BytesIO], None]) -> None:
+    def __init__(self, on_close: Callable[[io.BytesIO], None]) -> None:
         super().__init__()
-        self._data, self._done = io.BytesIO(), done
+        self._data, self._on_close = io.BytesIO(), on_close
 
     def writable(self) -> bool:
         return True
@@ -326,12 +326,12 @@ class _Writing(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            self._done(self._data)
+            self._on_close(self._data)
         super().close()
 
     def __exit__(self, kind: Any, error: Any, tb: Any) -> None:
         if error is not None:
-            self._done = lambda _: None
+            self._on_close = lambda _: None
         self.close()
 
 
@@ -375,8 +375,8 @@ class _Reading(io.RawIOBase):
         return None
 
     def read(self, size: int | None = -1) -> bytes:
-        left = max(self._size - self._at, 0)
-        data = bytearray(left if size is None or size < 0 else min(size, left))
+        remaining = max(self._size - self._at, 0)
+        data = bytearray(remaining if size is None or size < 0 else min(size, remaining))
         self.readinto(data)
         return bytes(data)
 
@@ -422,9 +422,9 @@ def _is_file(path: Path) -> bool:
 def _place(path: Path, *, is_file: bool) -> _Place:
     parts = Path(path).parts
     for i, part in enumerate(parts):
-        if (found := _AGREED.search(part)) is not None:
-            ticket = msgspec.msgpack.decode(bytes.fromhex(found[2]), type=Ticket)
-            return _Place(int(found[1]), ticket, "/".join(parts[i + 1 :]))
+        if (match := _AGREED.search(part)) is not None:
+            ticket = msgspec.msgpack.decode(bytes.fromhex(match[2]), type=Ticket)
+            return _Place(int(match[1]), ticket, "/".join(parts[i + 1 :]))
     if is_file:
         return _Place(step_of(parts[-2] if len(parts) > 1 else ""), None, parts[-1])
     return _Place(step_of(Path(path).name), None, "")

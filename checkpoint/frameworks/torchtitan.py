@@ -53,8 +53,8 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         run: str = ""
         storage_options: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(self, config: Config, **given: Any) -> None:
-        super().__init__(config, **given)
+    def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__(config, **options)
         if not self.enable:
             return
         if not config.url or not config.run:
@@ -98,13 +98,15 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        found = self._find_load_step() if step == -1 else step
-        if found == -1:  # the run has no step yet: load torchtitan's initial checkpoint
+        step_to_load = self._find_load_step() if step == -1 else step
+        if step_to_load == -1:  # the run has no step yet: load torchtitan's initial checkpoint
             return bool(super()._load(-1))
         if step != -1:
             self._require(step)
-        states = self._states_to_load(found == 0)
-        reader = RepositoryReader(self._url, run=self._run, step=found, resume=True, storage_options=self._options)
+        states = self._states_to_load(step_to_load == 0)
+        reader = RepositoryReader(
+            self._url, run=self._run, step=step_to_load, resume=True, storage_options=self._options
+        )
         dcp.load(states, storage_reader=reader)
         self.states[MODEL].load_state_dict(states)
         GarbageCollection.collect("GC collection for checkpoint loading.")
@@ -112,15 +114,15 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
 
     def _find_load_step(self, folder: str = "") -> int:
         """The run's newest step, or -1 if it has none."""
-        ranks, found, error = Ranks.from_environment(None, None), -1, None
+        ranks, newest, error = Ranks.from_environment(None, None), -1, None
         try:
             base = repository.find(self._store, self._run, "latest") if ranks.rank == 0 else None
-            found = -1 if base is None else base.step
+            newest = -1 if base is None else base.step
         except NotFoundError:  # no repository yet
             pass
         except Exception as caught:  # of any type: the other ranks must receive it
             error = caught
-        return int(ranks.agree(0, str(found).encode(), error))
+        return int(ranks.agree(0, str(newest).encode(), error))
 
     def _require(self, step: int) -> None:
         """Raise `MissingStepError` on all ranks if the run has no such step."""

@@ -36,7 +36,8 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
 from headrace.checkpoint.api import Checkpointer
-from headrace.checkpoint.frameworks.naming import Names, move_folder
+from headrace.checkpoint.frameworks.name_files import move_folder
+from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.repository.steps import MissingStepError
 from headrace.checkpoint.rng import RNG
 from headrace.dataio.core.crashpoints import declare
@@ -62,8 +63,8 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         UnsupportedError: Under DeepSpeed.
     """
 
-    def __init__(self, *args: Any, checkpointer: Checkpointer, **given: Any) -> None:
-        super().__init__(*args, **given)
+    def __init__(self, *args: Any, checkpointer: Checkpointer, **options: Any) -> None:
+        super().__init__(*args, **options)
         if self.is_deepspeed_enabled:
             raise UnsupportedError(
                 "DeepSpeed keeps its own optimizer states, which the Trainer does not pass on",
@@ -74,14 +75,14 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         self._loader: Any = None
         self._recover(self.args.output_dir)
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **given: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """As `Trainer.train`. Returns after the names of its checkpoints are published."""
         if resume_from_checkpoint:
             newest = isinstance(resume_from_checkpoint, bool)
             self._recover(self.args.output_dir if newest else Path(str(resume_from_checkpoint)).parent)
-        done = super().train(resume_from_checkpoint, *args, **given)
-        self._names.settle()
-        return done
+        output = super().train(resume_from_checkpoint, *args, **options)
+        self._names.wait_quietly()
+        return output
 
     def _recover(self, folder: str | os.PathLike[str]) -> None:
         """Publish names that an earlier process left hidden. After this call, all ranks see the same folders."""
@@ -143,15 +144,15 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         limit = self.args.save_total_limit
         if not limit or limit <= 0:
             return
-        found = sort_checkpoints(str(run_dir), use_mtime=True)
-        kept = {*found[-1:], *([str(Path(best))] if best else [])}
-        surplus = len(found) - max(limit, len(kept))
-        for path in [each for each in found if each not in kept][: max(surplus, 0)]:
+        checkpoints = sort_checkpoints(str(run_dir), use_mtime=True)
+        protected = {*checkpoints[-1:], *([str(Path(best))] if best else [])}
+        surplus = len(checkpoints) - max(limit, len(protected))
+        for path in [each for each in checkpoints if each not in protected][: max(surplus, 0)]:
             self._names.remove_now(path)
 
-    def _finalize_training(self, *args: Any, **given: Any) -> Any:
-        self._names.settle()  # the Trainer looks for the best checkpoint, and may remove all others
-        return super()._finalize_training(*args, **given)
+    def _finalize_training(self, *args: Any, **options: Any) -> Any:
+        self._names.wait_quietly()  # the Trainer looks for the best checkpoint, and may remove all others
+        return super()._finalize_training(*args, **options)
 
     # resuming
 
@@ -214,8 +215,8 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def __init__(self, checkpointer: Checkpointer, *, resume: bool = True) -> None:
         self._checkpointer, self._resume = checkpointer, resume
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        into = _state(given) | {"progress": {"global_step": 0, "epoch": 0.0}}
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        into = _state(objects) | {"progress": {"global_step": 0, "epoch": 0.0}}
         if not self._resume or self._checkpointer.restore(into) is None:
             return
         state.global_step, state.epoch = into["progress"]["global_step"], into["progress"]["epoch"]
@@ -228,14 +229,14 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 state.global_step,
             )
 
-    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         progress = {"global_step": int(state.global_step), "epoch": float(state.epoch or 0)}
-        self._checkpointer.save(int(state.global_step), _state(given) | {"progress": progress})
+        self._checkpointer.save(int(state.global_step), _state(objects) | {"progress": progress})
 
 
-def _state(given: dict[str, Any]) -> dict[str, Any]:
-    parts = {"model": given["model"], "optimizer": given.get("optimizer"), "scheduler": given.get("lr_scheduler")}
-    parts |= {"loader": loader_in(given.get("train_dataloader"))}
+def _state(objects: dict[str, Any]) -> dict[str, Any]:
+    parts = {"model": objects["model"], "optimizer": objects.get("optimizer"), "scheduler": objects.get("lr_scheduler")}
+    parts |= {"loader": loader_in(objects.get("train_dataloader"))}
     return {name: part for name, part in parts.items() if part is not None} | {"rng": RNG()}
 
 

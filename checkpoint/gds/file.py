@@ -64,19 +64,19 @@ class Direct:
             and not tensor.is_neg()
         )
 
-    def settle(self, device: torch.device) -> None:
+    def synchronize(self, device: torch.device) -> None:
         """Wait for the current stream of the device, because cuFile is not ordered with its work."""
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 
     def buffer(self, size: int, device: torch.device) -> torch.Tensor:
         """Allocate device memory and register it with cuFile until `release`."""
-        made = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
         if device.type == "cuda":
             gds: Any = torch.cuda.gds
             with contextlib.suppress(RuntimeError):  # without registration cuFile copies through its own buffers
-                gds.gds_register_buffer(made.untyped_storage())
-        return made
+                gds.gds_register_buffer(memory.untyped_storage())
+        return memory
 
     def release(self, buffer: torch.Tensor) -> None:
         """Deregister a buffer."""
@@ -123,12 +123,12 @@ class GpuFile:
                 file.load_storage(_storage_of(tensor), offset)
             return
         host = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
-        view, done = memoryview(host.numpy()), 0  # type: ignore[arg-type]
-        while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], offset + done)
+        view, position = memoryview(host.numpy()), 0  # type: ignore[arg-type]
+        while position < len(view):
+            count = os.preadv(self._fd, [view[position:]], offset + position)
             if not count:
-                raise TransientError(f"{self._path} ends after {offset + done} of {offset + len(view)} bytes")
-            done += count
+                raise TransientError(f"{self._path} ends after {offset + position} of {offset + len(view)} bytes")
+            position += count
         _bytes_of(tensor).copy_(host)
 
     def write(self, tensor: torch.Tensor, offset: int) -> None:
@@ -138,9 +138,9 @@ class GpuFile:
                 file.save_storage(_storage_of(tensor), offset)
             self._require_size(offset, tensor.nbytes)
             return
-        view, done = memoryview(_bytes_of(tensor).cpu().numpy()), 0  # type: ignore[arg-type]
-        while done < len(view):
-            done += os.pwritev(self._fd, [view[done:]], offset + done)
+        view, position = memoryview(_bytes_of(tensor).cpu().numpy()), 0  # type: ignore[arg-type]
+        while position < len(view):
+            position += os.pwritev(self._fd, [view[position:]], offset + position)
 
     def sync(self) -> None:
         """Flush written bytes to the disk with `fsync`."""
@@ -169,18 +169,18 @@ class GpuFile:
 
 
 @contextlib.contextmanager
-def _cufile_errors(what: str) -> Any:
+def _cufile_errors(action: str) -> Any:
     try:
         yield
     except RuntimeError as error:  # torch's error names neither the file nor a next step
         first = (str(error).splitlines() or ["no reason"])[0]
-        raise TransientError(f"{what} by cuFile failed: {first}", hint="try again, or without gds") from error
+        raise TransientError(f"{action} by cuFile failed: {first}", hint="try again, or without gds") from error
 
 
 def _storage_of(tensor: torch.Tensor) -> Any:
     """The tensor's bytes as a storage that shares the memory of its own storage."""
-    whole, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
-    return whole if tensor.nbytes == whole.nbytes() else whole[start : start + tensor.nbytes]
+    storage, start = tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size()
+    return storage if tensor.nbytes == storage.nbytes() else storage[start : start + tensor.nbytes]
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,17 +228,17 @@ def probe(directory: str | os.PathLike[str] | None = None, device: str | torch.d
 
 
 def _try(path: Path, device: torch.device) -> Verdict:
-    given = torch.arange(_PROBE_BYTES, device=device).to(torch.uint8)
-    back = torch.zeros_like(given)
+    written = torch.arange(_PROBE_BYTES, device=device).to(torch.uint8)
+    read_back = torch.zeros_like(written)
     try:
         with GpuFile(path, writing=True, direct=True) as file:
-            file.write(given, 0)
-            file.read(back[:ALIGNMENT], 0)  # in two parts, because packs are read into parts of a buffer
-            file.read(back[ALIGNMENT:], ALIGNMENT)
+            file.write(written, 0)
+            file.read(read_back[:ALIGNMENT], 0)  # in two parts, because packs are read into parts of a buffer
+            file.read(read_back[ALIGNMENT:], ALIGNMENT)
     except (RuntimeError, OSError, TransientError) as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         return Verdict(False, f"cuFile does not work here ({first}); copies go through host memory")
-    if not torch.equal(given, back):
+    if not torch.equal(written, read_back):
         return Verdict(False, "cuFile returned other bytes than were written; copies go through host memory")
     return Verdict(
         True, "by cuFile" + ("" if _DRIVER.exists() else " in compatibility mode, which copies through host memory")

@@ -96,10 +96,10 @@ class DeviceSlices(SlicedState):
         if sum(part.length for part in parts) != piece.length:
             device.zero_()  # the gaps between small tensors
         for part in parts:
-            found = self._bytes(part.tensor)[part.start : part.start + part.length]
-            device[part.at : part.at + part.length].copy_(found)
+            source = self._bytes(part.tensor)[part.start : part.start + part.length]
+            device[part.at : part.at + part.length].copy_(source)
         self._arena.tensor[slot : slot + piece.length].copy_(device, non_blocking=True)
-        self._direct.settle(self._device)
+        self._direct.synchronize(self._device)
         self._twins.add(slot)
 
     def _bytes(self, number: int) -> torch.Tensor:
@@ -148,14 +148,14 @@ class PackWriter(PosixStore):
 
     def _part(self, path: str, fd: int, data: Buffer) -> int:
         device_copy, at = self._device_copy(data), os.lseek(fd, 0, os.SEEK_CUR)
-        whole = 0 if device_copy is None or at % ALIGNMENT else len(data) - len(data) % ALIGNMENT
-        if device_copy is not None and whole:
+        aligned = 0 if device_copy is None or at % ALIGNMENT else len(data) - len(data) % ALIGNMENT
+        if device_copy is not None and aligned:
             file = self._file(path)
             assert file is not None
-            file.write(device_copy[:whole], at)
-            os.lseek(fd, at + whole, os.SEEK_SET)
-            self.direct_bytes += whole
-        write_all(fd, memoryview(data)[whole:])
+            file.write(device_copy[:aligned], at)
+            os.lseek(fd, at + aligned, os.SEEK_SET)
+            self.direct_bytes += aligned
+        write_all(fd, memoryview(data)[aligned:])
         return len(data)
 
     def _file(self, path: str) -> GpuFile | None:

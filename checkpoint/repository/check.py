@@ -21,7 +21,7 @@ from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step, open_step
 from headrace.checkpoint.repository.inventory import many
-from headrace.checkpoint.repository.survey import Problem, Report, survey, was_removed
+from headrace.checkpoint.repository.survey import Problem, Report, survey
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import (
     CorruptionError,
@@ -52,7 +52,7 @@ class _Needs:
 def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clock = SYSTEM_CLOCK) -> Report:
     """Check the repository, or one run. With `data=False` the chunks themselves are not read."""
     report = survey(store, run, clock)
-    steps = list(_opened(store, report))
+    steps = list(_open_steps(store, report))
     needs = _Needs()
     for step in steps:
         needs.add(step)
@@ -67,16 +67,18 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
     return report
 
 
-def _opened(store: Store, report: Report) -> Iterator[Step]:
+def _open_steps(store: Store, report: Report) -> Iterator[Step]:
     """The listed steps with their manifests. A step whose manifests are damaged moves to the problems."""
     lines, report.steps = report.steps, []
     for line in lines:
         try:
             yield open_step(store, line.run, line.base)
         except (CorruptionError, UnsupportedError, NotFoundError) as error:
-            if not was_removed(store, line.run, line.timeline, line.step):
-                what = f"step {line.step} of run {line.run}, timeline {line.timeline}"
-                report.problems.append(Problem(names.step(line.run, line.timeline, line.step), error.message, (what,)))
+            if not repository.has_tombstone(store, line.run, line.timeline, line.step):
+                step_label = f"step {line.step} of run {line.run}, timeline {line.timeline}"
+                report.problems.append(
+                    Problem(names.step(line.run, line.timeline, line.step), error.message, (step_label,))
+                )
         else:
             report.steps.append(line)
 
@@ -84,12 +86,12 @@ def _opened(store: Store, report: Report) -> Iterator[Step]:
 def _of_remaining_steps(store: Store, steps: list[Step], problems: list[Problem]) -> list[Problem]:
     """Drop problems that affect only steps that a collection removed during the check."""
     removed = {_label(step) for step in steps if repository.is_removed(store, step.run, step.base)}
-    found = []
+    remaining = []
     for problem in problems:
         hits = tuple(hit for hit in problem.hits if hit.partition(": ")[0] not in removed)
         if hits or not problem.hits:
-            found.append(Problem(problem.object, problem.what, hits))
-    return found
+            remaining.append(Problem(problem.object, problem.what, hits))
+    return remaining
 
 
 def _label(step: Step) -> str:
@@ -101,8 +103,8 @@ def _check_tables(store: Store, needs: _Needs, report: Report) -> list[str]:
     keys = sorted(needs.chunks)
     attempts = sorted({at[0] for at in map(names.parse_pack_key, keys) if at is not None})
     sizes: dict[str, int] = {}
-    for found in many(lambda each: [(info.key, info.size) for info in store.list(names.packs(each))], attempts):
-        sizes.update(found)
+    for pack_sizes in many(lambda each: [(info.key, info.size) for info in store.list(names.packs(each))], attempts):
+        sizes.update(pack_sizes)
     existing = []
     for key, table in many(lambda key: (key, _read_table(store, key, sizes.get(key))), keys):
         report.packs += 1
@@ -130,8 +132,8 @@ def _read_table(store: Store, key: str, size: int | None) -> Mapping[int, pack.E
 def _compare(key: str, chunk: Chunk, table: Mapping[int, pack.Entry], needs: _Needs, report: Report) -> None:
     entry = table.get(chunk.offset)
     if entry is None or (entry.digest, entry.stored, entry.raw) != (chunk.digest, chunk.stored, chunk.raw):
-        what = f"its table lacks the chunk at offset {chunk.offset} that a manifest names"
-        report.problems.append(Problem(key, what, _hits(needs, key, [chunk])))
+        difference = f"its table lacks the chunk at offset {chunk.offset} that a manifest names"
+        report.problems.append(Problem(key, difference, _hits(needs, key, [chunk])))
 
 
 def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Report) -> None:
@@ -148,8 +150,8 @@ def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Repor
     fetch.fetch(store, (b for key in packs for b in fetch.batches(key, needs.chunks[key].values())), use)
     for key, chunks in sorted(bad.items()):
         for chunk in sorted(chunks, key=lambda c: c.offset):
-            what = f"the {chunk.stored} bytes at offset {chunk.offset} differ from the bytes that were written"
-            report.problems.append(Problem(key, what, _hits(needs, key, [chunk])))
+            damage = f"the {chunk.stored} bytes at offset {chunk.offset} differ from the bytes that were written"
+            report.problems.append(Problem(key, damage, _hits(needs, key, [chunk])))
 
 
 def _hits(needs: _Needs, key: str, chunks: Iterable[Chunk]) -> tuple[str, ...]:
@@ -236,13 +238,13 @@ def describe(store: Store, run: str, step: str, *, tensors: bool = False) -> Sho
 
 
 def _lines(manifest: Manifest) -> list[TensorLine]:
-    found = []
+    tensor_lines = []
     for t in manifest.tensors:
         chunks = [(manifest.chunks[span.chunk], span) for span in t.spans]
         stored = sum(chunk.stored * span.length // chunk.raw for chunk, span in chunks)
         codecs = tuple(sorted({codec.NAMES[chunk.codec] for chunk, _ in chunks}))
-        found.append(TensorLine(t.name, manifest.rank, t.dtype, t.shape, t.local, t.nbytes, stored, codecs))
-    return found
+        tensor_lines.append(TensorLine(t.name, manifest.rank, t.dtype, t.shape, t.local, t.nbytes, stored, codecs))
+    return tensor_lines
 
 
 def lines(shown: Shown) -> list[str]:

@@ -80,27 +80,29 @@ class Collector:
 
 
 def to_delete(
-    store: Store, run: str, keep: Keep, seen: Inventory | None = None, reader: Reader | None = None
+    store: Store, run: str, keep: Keep, inventory: Inventory | None = None, reader: Reader | None = None
 ) -> set[StepOfRun]:
     """Steps of the run that the policy does not keep.
 
     With the `reader` of the inventory, the newest `THREADS` steps that the policy counts are read again, because another
     collection may have removed them. So at least the newest step exists.
 
-    The inventory `seen` lists all steps before this function reads the branch. A step that is committed in between is
+    The `inventory` lists all steps before this function reads the branch. A step that is committed in between is
     then seen only in the branch, as its newest step. In the opposite order, the function would treat that step as
     abandoned and remove it.
     """
-    seen = seen or Reader(store).look()
-    branch = list(_branch(store, run, seen))
+    inventory = inventory or Reader(store).look()
+    branch = list(_branch(store, run, inventory))
     while reader is not None:
         counted = branch[: min(keep.last or 1, THREADS)]
-        gone = reader.confirm(seen, [StepOfRun(run, name.timeline, name.step) for name in counted])
+        gone = reader.confirm(inventory, [StepOfRun(run, name.timeline, name.step) for name in counted])
         if not gone:
             break
         branch = [name for name in branch if StepOfRun(run, name.timeline, name.step) not in gone]
     committed = {
-        StepName(at.timeline, at.step) for at, found in seen.commits.items() if at.run == run and not found.tombstone
+        StepName(at.timeline, at.step)
+        for at, found in inventory.commits.items()
+        if at.run == run and not found.tombstone
     }
     others = committed - set(branch)
     named: dict[StepName, set[str]] = {}
@@ -112,10 +114,10 @@ def to_delete(
     return {StepOfRun(run, name.timeline, name.step) for name in selected}
 
 
-def _branch(store: Store, run: str, seen: Inventory) -> Iterator[StepName]:
+def _branch(store: Store, run: str, inventory: Inventory) -> Iterator[StepName]:
     """Steps of the run's newest branch, newest first: those that were seen, and newer ones."""
     listed: dict[int, set[int]] = defaultdict(set)
-    for step in (*seen.commits, *(attempt.step for attempt in seen.attempts.values())):
+    for step in (*inventory.commits, *(attempt.step for attempt in inventory.attempts.values())):
         if step.run == run:
             listed[step.timeline].add(step.step)
     yielded: set[int] = set()
@@ -124,16 +126,17 @@ def _branch(store: Store, run: str, seen: Inventory) -> Iterator[StepName]:
         numbers |= set(timeline.steps(store, run, segment.timeline, max(numbers, default=-1) + 1))
         for at in sorted(numbers - yielded, reverse=True):
             is_in_segment = segment.upto is None or at <= segment.upto
-            if is_in_segment and _is_committed(store, StepOfRun(run, segment.timeline, at), seen):
+            if is_in_segment and _exists(store, StepOfRun(run, segment.timeline, at), inventory):
                 yielded.add(at)
                 yield StepName(segment.timeline, at)
 
 
-def _is_committed(store: Store, at: StepOfRun, seen: Inventory) -> bool:
-    found = seen.commits.get(at)
-    if found is not None:
-        return not found.tombstone
-    return repository.settle(store, at.run, at.timeline, at.step) is not None
+def _exists(store: Store, at: StepOfRun, inventory: Inventory) -> bool:
+    """Whether the step is committed. A step that the inventory lacks is read from the store."""
+    seen_commit = inventory.commits.get(at)
+    if seen_commit is not None:
+        return not seen_commit.tombstone
+    return repository.recognise(store, at.run, at.timeline, at.step) is not None
 
 
 def preview(store: Store, pending_deletes: Collection[StepOfRun], clock: Clock = SYSTEM_CLOCK) -> Plan:
@@ -142,8 +145,8 @@ def preview(store: Store, pending_deletes: Collection[StepOfRun], clock: Clock =
     collector, now = Collector(store), clock.time()
     first = collector.reader.look()  # no tombstone that this look sees is new at the next one
     collector.reader.changed(plans.existing_steps(first, pending_deletes))  # their objects are part of the plan
-    seen = collector.reader.look(now - plans.TOMBSTONE_SECONDS)
-    return plans.preview(seen, pending_deletes, collector.users, now)
+    inventory = collector.reader.look(now - plans.TOMBSTONE_SECONDS)
+    return plans.preview(inventory, pending_deletes, collector.users, now)
 
 
 def retain(
@@ -153,9 +156,9 @@ def retain(
     if collector is None:
         _require_repo(store)
         collector = Collector(store)
-    seen = collector.reader.look()
-    removed = to_delete(store, run, keep, seen)
-    return _collect(store, seen, removed, keep, clock, collector) if removed else None
+    inventory = collector.reader.look()
+    removed = to_delete(store, run, keep, inventory)
+    return _collect(store, inventory, removed, keep, clock, collector) if removed else None
 
 
 def collect(
@@ -199,14 +202,14 @@ def _collect(
     reader.removed(removed)
     _tombstones()
     last = reader.look(now - plans.TOMBSTONE_SECONDS)
-    objects, kept = plans.garbage(last, users, now)
+    objects, bytes_kept = plans.garbage(last, users, now)
     _delete(store, [name for name, _ in objects])
     _deleted()
     users.done()
     reader.changed(users.doubtful)
     reader.changed(_steps_of(name for name, _ in objects))
     store.delete_many([*records, *_outdated_records(last, removed, now), *_outdated_tags(store, now)])
-    return Plan(removed, tuple(sorted(spared, key=plans.order)), aborted, tuple(objects), kept)
+    return Plan(removed, tuple(sorted(spared, key=plans.order)), aborted, tuple(objects), bytes_kept)
 
 
 def _steps_of(keys: Iterable[str]) -> set[StepOfRun]:
@@ -215,22 +218,24 @@ def _steps_of(keys: Iterable[str]) -> set[StepOfRun]:
     return {StepOfRun(key.run, key.timeline, key.step) for key in parsed if key is not None}
 
 
-def _records(seen: Inventory, own: set[StepOfRun], keep: Keep | None, clock: Clock) -> dict[str, PendingDelete]:
+def _records(
+    inventory: Inventory, steps_of_caller: set[StepOfRun], keep: Keep | None, clock: Clock
+) -> dict[str, PendingDelete]:
     """The records of this collection, by key, one for each policy.
 
     They hold this collection's own steps and the steps that earlier collections left, under the policy that selected
     them.
     """
-    by_policy: dict[Policy | None, set[StepOfRun]] = {keep.policy if keep is not None else None: own}
-    for record in seen.records.values():
+    by_policy: dict[Policy | None, set[StepOfRun]] = {keep.policy if keep is not None else None: steps_of_caller}
+    for record in inventory.records.values():
         by_policy.setdefault(record.pending_deletes.policy, set()).update(record.pending_deletes.steps)
-    to_remove = plans.existing_steps(seen, own)
-    made: dict[str, PendingDelete] = {}
+    to_remove = plans.existing_steps(inventory, steps_of_caller)
+    records: dict[str, PendingDelete] = {}
     for policy, steps in by_policy.items():
         selected = tuple(sorted(steps & to_remove, key=plans.order))
-        if selected or not made:  # at least one record is written, because it shows the store's time
-            made[f"{names.GC}{names.new_id(clock)}.json"] = PendingDelete(steps=selected, policy=policy)
-    return made
+        if selected or not records:  # at least one record is written, because it shows the store's time
+            records[f"{names.GC}{names.new_id(clock)}.json"] = PendingDelete(steps=selected, policy=policy)
+    return records
 
 
 def _write(store: Store, records: dict[str, PendingDelete]) -> float:
@@ -244,36 +249,38 @@ def _write(store: Store, records: dict[str, PendingDelete]) -> float:
     raise TransientError("other collections keep deleting the records of this one", hint="collect again later")
 
 
-def _still_pending(store: Store, records: Iterable[PendingDelete], seen: Inventory, reader: Reader) -> set[StepOfRun]:
+def _still_pending(
+    store: Store, records: Iterable[PendingDelete], inventory: Inventory, reader: Reader
+) -> set[StepOfRun]:
     """The recorded steps that a policy still selects, and the steps that were recorded without a policy."""
-    found: set[StepOfRun] = set()
+    pending: set[StepOfRun] = set()
     for record in records:
         steps = set(record.steps)
         if record.policy is None:
-            found |= steps
+            pending |= steps
             continue
         for run in {step.run for step in steps}:
-            found |= steps & to_delete(store, run, Keep.of(record.policy), seen, reader)
-    return found
+            pending |= steps & to_delete(store, run, Keep.of(record.policy), inventory, reader)
+    return pending
 
 
-def _finish_complete(store: Store, seen: Inventory, clock: Clock) -> None:
+def _finish_complete(store: Store, inventory: Inventory, clock: Clock) -> None:
     """Write the missing COMMITs of complete attempts."""
-    for found in plans.unfinished(seen):
-        at = found.step
-        commit.write_commit(store, Attempt(at.run, at.timeline, at.step, found.attempt, 0), clock)
+    for complete in plans.unfinished(inventory):
+        at = complete.step
+        commit.write_commit(store, Attempt(at.run, at.timeline, at.step, complete.attempt, 0), clock)
 
 
 def _fence(
-    store: Store, seen: Inventory, to_remove: set[StepOfRun], now: float
+    store: Store, inventory: Inventory, to_remove: set[StepOfRun], now: float
 ) -> tuple[tuple[str, ...], set[StepOfRun]]:
     """Abort every attempt whose lease has expired; return those attempts and the spared steps.
 
     All aborts are written before any step is removed. `docs/design/0012-retention.md` gives the reason.
     """
-    spared = plans.spared(seen, to_remove, now)
+    spared = plans.spared(inventory, to_remove, now)
     aborted = []
-    for attempt in plans.to_fence(seen, now):
+    for attempt in plans.to_fence(inventory, now):
         reason = "its lease had expired when a collection ran"
         document = Decision(attempt=attempt.attempt, outcome="abort", reason=reason)
         if store.put_if_absent(attempt.decision_key, encode(document)):
@@ -288,9 +295,9 @@ def _write_tombstones(store: Store, steps: set[StepOfRun], clock: Clock, until: 
         if clock.monotonic() > until:
             raise TransientError("the collection took too long and stopped", hint="run it again for the other steps")
         key = names.commit(step.run, step.timeline, step.step)
-        found = commit.find_commit(store, key)
-        if found is not None and not found.tombstone:
-            tombstone = Commit(step=step.step, attempt=found.attempt, tombstone=True, committed=clock.time())
+        current = commit.find_commit(store, key)
+        if current is not None and not current.tombstone:
+            tombstone = Commit(step=step.step, attempt=current.attempt, tombstone=True, committed=clock.time())
             store.put(key, encode(tombstone))
             _one_tombstone()
             yield step
@@ -299,25 +306,25 @@ def _write_tombstones(store: Store, steps: set[StepOfRun], clock: Clock, until: 
 def _delete(store: Store, keys: list[str]) -> None:
     """Delete these objects, several requests at the same time. Decisions and tombstones are deleted after the others."""
 
-    def one(batch: list[str]) -> None:
+    def delete_batch(batch: list[str]) -> None:
         store.delete_many(batch)
         _deleting()
 
     outcomes = [key for key in keys if (at := names.parse_step_key(key)) is not None and at.kind in ("fate", "commit")]
     late = set(outcomes)
-    for each in ([key for key in keys if key not in late], outcomes):
-        list(many(one, [each[i : i + _BATCH] for i in range(0, len(each), _BATCH)]))
+    for phase in ([key for key in keys if key not in late], outcomes):
+        list(many(delete_batch, [phase[i : i + _BATCH] for i in range(0, len(phase), _BATCH)]))
 
 
-def _outdated_records(seen: Inventory, removed: tuple[StepOfRun, ...], now: float) -> list[str]:
+def _outdated_records(inventory: Inventory, removed: tuple[StepOfRun, ...], now: float) -> list[str]:
     """Records that are no longer needed: those whose steps are all removed, and those of dead collectors.
 
     If a dead collector selected a step and this collection spared it, no record names the step any more.
     """
-    are_removed = {*seen.tombstones, *removed}
+    are_removed = {*inventory.tombstones, *removed}
     return [
         key
-        for key, record in seen.records.items()
+        for key, record in inventory.records.items()
         if set(record.pending_deletes.steps) <= are_removed or now - record.modified > plans.RECORD_SECONDS
     ]
 
@@ -380,9 +387,9 @@ class Retention:
 
     def _apply(self) -> None:
         try:
-            done = retain(self._store, self._run, self._keep, collector=self._collector)
-            if done is not None:
-                steps = ", ".join(str(step.step) for step in done.tombstones)
-                _log.info("removed steps %s, %s", steps or "none", format_bytes(done.bytes_freed))
+            plan = retain(self._store, self._run, self._keep, collector=self._collector)
+            if plan is not None:
+                steps = ", ".join(str(step.step) for step in plan.tombstones)
+                _log.info("removed steps %s, %s", steps or "none", format_bytes(plan.bytes_freed))
         except Exception as error:
             _log.warning("old steps of run %s could not be removed now: %s", self._run, error)

@@ -138,8 +138,7 @@ Action = Committed | WriteCommit | WriteDecision | Wait | Stop
 def decide(attempt: Attempt, view: View) -> Action:
     """Return the next action for the attempt. This is a pure function."""
     if view.commit is not None:
-        mine = view.commit.attempt == attempt.id and not view.commit.tombstone
-        return Committed() if mine else Stop(_taken(attempt, view.commit))
+        return Committed() if view.commit.commits(attempt.id) else Stop(_lost_to(attempt, view.commit))
     if view.decision is not None:
         return WriteCommit() if view.decision.outcome == "commit" else Stop(_aborted(attempt, view.decision))
     if view.newer is not None:
@@ -201,13 +200,10 @@ def finish(
     waited, turn = False, None
     while True:
         view = look(store, attempt, lease.alive())
+        if view.commit is not None and view.commit.attempt == attempt.id:  # it may be a tombstone by now
+            return view.commit
         match decide(attempt, view):
-            case Committed():
-                assert view.commit is not None
-                return view.commit
             case Stop(error):
-                if view.commit is not None and view.commit.attempt == attempt.id:  # it is now a tombstone
-                    return view.commit
                 raise error
             case WriteDecision():
                 if waited and turn is None:
@@ -276,13 +272,13 @@ def write_commit(store: Store, attempt: Attempt, clock: Clock = SYSTEM_CLOCK) ->
 def find_commit(store: Store, key: str) -> Commit | None:
     """The step's COMMIT, which may be a tombstone; None if there is none."""
     try:
-        found = read(store, key, Commit)
+        document = read(store, key, Commit)
     except NotFoundError:
         return None
     at = names.parse_step_key(key)
-    if at is None or at.step != found.step:
-        raise CorruptionError(f"{key} is the COMMIT of step {found.step}", hint="run `headrace ckpt check`")
-    return found
+    if at is None or at.step != document.step:
+        raise CorruptionError(f"{key} is the COMMIT of step {document.step}", hint="run `headrace ckpt check`")
+    return document
 
 
 def find_decision(store: Store, key: str) -> Decision | None:
@@ -316,16 +312,18 @@ def _checked_manifests(store: Store, attempt: Attempt) -> tuple[list[bytes], Tot
         for rank in range(attempt.world_size):
             key = attempt.manifest_key(rank)
             data = own_digest.fetch(store, key, max_bytes=manifests.MAX_BYTES)
-            found = manifests.decode(data, key)
-            first = first or found
-            _check_agrees(attempt, first, found)
+            manifest = manifests.decode(data, key)
+            first = first or manifest
+            _check_agrees(attempt, first, manifest)
             digests.append(digest(data))
-            tally.add(found)
-            yield found
+            tally.add(manifest)
+            yield manifest
 
-    what = manifests.check_shards(checked())
-    if what is not None:
-        raise MismatchError(f"{attempt}: {what}", hint="every rank that holds a part of a tensor must save it, once")
+    mismatch = manifests.check_shards(checked())
+    if mismatch is not None:
+        raise MismatchError(
+            f"{attempt}: {mismatch}", hint="every rank that holds a part of a tensor must save it, once"
+        )
     return digests, tally.totals()
 
 
@@ -342,7 +340,7 @@ def different(attempt: Attempt, rank: int, first: int) -> MismatchError:
     )
 
 
-def _taken(attempt: Attempt, commit: Commit) -> ConflictError:
+def _lost_to(attempt: Attempt, commit: Commit) -> ConflictError:
     if commit.tombstone:
         return ConflictError(
             f"{attempt} was removed by retention", hint="a removed step never comes back; save a later one"

@@ -79,17 +79,17 @@ class Batch(Generic[P]):
 
 def batches(pack: str, chunks: Iterable[P]) -> Iterator[Batch[P]]:
     """Group the chunks of one pack into batches of at most `BATCH_BYTES`. This is a pure function."""
-    taken: list[P] = []
+    members: list[P] = []
     ranges: list[tuple[int, int]] = []
     for chunk in sorted(chunks, key=lambda c: c.offset):
         joined = _join(ranges, chunk)
-        if taken and sum(length for _, length in joined) > BATCH_BYTES:
-            yield Batch(pack, tuple(taken), tuple(ranges))
-            taken, joined = [], [(chunk.offset, chunk.stored)]
-        taken.append(chunk)
+        if members and sum(length for _, length in joined) > BATCH_BYTES:
+            yield Batch(pack, tuple(members), tuple(ranges))
+            members, joined = [], [(chunk.offset, chunk.stored)]
+        members.append(chunk)
         ranges = joined
-    if taken:
-        yield Batch(pack, tuple(taken), tuple(ranges))
+    if members:
+        yield Batch(pack, tuple(members), tuple(ranges))
 
 
 def _join(ranges: Sequence[tuple[int, int]], chunk: Place) -> list[tuple[int, int]]:
@@ -139,9 +139,9 @@ def _read_batch(
     use: Callable[[str, P, memoryview | None], None],
 ) -> None:
     views, places = _places(batch.chunks, rooms, buffer)
-    whole = _try_read(store, batch.pack, views)
+    is_read = _try_read(store, batch.pack, views)
     for chunk, stored in zip(batch.chunks, places, strict=True):
-        good = _unpacked(store, chunk, stored) if whole else None
+        good = _unpacked(store, chunk, stored) if is_read else None
         use(batch.pack, chunk, good if good is not None else _read_again(store, batch.pack, chunk, stored))
 
 
@@ -164,13 +164,13 @@ def _places(
         starts.append((offset, at))
         views.append((offset, buffer[at : at + length]))
         at += length
-    found = []
+    memory = []
     for chunk, room in zip(chunks, rooms, strict=True):
         if room is None:
             offset, at = next(start for start in reversed(starts) if start[0] <= chunk.offset)
             room = buffer[at + chunk.offset - offset :][: chunk.stored]
-        found.append(room)
-    return sorted(views, key=lambda view: view[0]), found
+        memory.append(room)
+    return sorted(views, key=lambda view: view[0]), memory
 
 
 def _read_again(store: Store, pack: str, chunk: Place, stored: memoryview) -> memoryview | None:
@@ -262,9 +262,9 @@ def open_step(store: Store, run: str, base: Base) -> Step:
     return open_sealed(store, sealed(store, run, base))
 
 
-def open_sealed(store: Store, found: Sealed) -> Step:
+def open_sealed(store: Store, step: Sealed) -> Step:
     """Read the manifests of a step whose decision is known."""
-    return together(found, _read(store, found, range(found.attempt.world_size)))
+    return together(step, _read(store, step, range(step.attempt.world_size)))
 
 
 def manifests_like(
@@ -275,12 +275,12 @@ def manifests_like(
     If the world size and `replicas` are the same, the ranks divided the work in the same way, and the rank's own
     manifest is enough. Otherwise the manifests of all ranks are returned.
     """
-    found = sealed(store, run, base)
-    if replicas and found.attempt.world_size == world_size > 1:
-        own = _read(store, found, [rank])[0]
-        if own.replicas == replicas:
-            return (own,)
-    return open_sealed(store, found).manifests
+    step = sealed(store, run, base)
+    if replicas and step.attempt.world_size == world_size > 1:
+        manifest = _read(store, step, [rank])[0]
+        if manifest.replicas == replicas:
+            return (manifest,)
+    return open_sealed(store, step).manifests
 
 
 def manifest_of(store: Store, run: str, base: Base, rank: int, expected: bytes, data: bytes) -> Manifest:
@@ -314,42 +314,42 @@ def sealed(store: Store, run: str, base: Base) -> Sealed:
     return Sealed(run, base, where, digests, of_groups, group_ranks)
 
 
-def _read(store: Store, found: Sealed, ranks: Sequence[int]) -> list[Manifest]:
+def _read(store: Store, step: Sealed, ranks: Sequence[int]) -> list[Manifest]:
     """Read and check the manifests of these ranks, several at once. They are decoded one after another."""
-    digests = _digests_of(store, found, ranks)
-    return list(read_manifests(store, found, {rank: digests[rank] for rank in ranks}))
+    digests = _digests_of(store, step, ranks)
+    return list(read_manifests(store, step, {rank: digests[rank] for rank in ranks}))
 
 
-def read_manifests(store: Store, found: Sealed, digests: Mapping[int, bytes]) -> Iterator[Manifest]:
+def read_manifests(store: Store, step: Sealed, digests: Mapping[int, bytes]) -> Iterator[Manifest]:
     """Read and check manifests, given as digests by rank, in this order. Few of them are in memory undecoded."""
-    objects = [(found.attempt.manifest_key(rank), expected) for rank, expected in digests.items()]
+    objects = [(step.attempt.manifest_key(rank), expected) for rank, expected in digests.items()]
     for (key, expected), data in zip(objects, _encoded(store, objects), strict=True):
         yield manifests.decode(data, key, expected)
 
 
-def read_groups(store: Store, found: Sealed, indexes: Sequence[int]) -> Iterator[Group]:
+def read_groups(store: Store, step: Sealed, indexes: Sequence[int]) -> Iterator[Group]:
     """Read and check these groups, in this order."""
-    objects = [(found.attempt.group_key(index), found.groups[index]) for index in indexes]
+    objects = [(step.attempt.group_key(index), step.groups[index]) for index in indexes]
     for (key, expected), data in zip(objects, _encoded(store, objects), strict=True):
         yield groups.decode(data, key, expected)
 
 
-def _digests_of(store: Store, found: Sealed, ranks: Sequence[int]) -> dict[int, bytes]:
+def _digests_of(store: Store, step: Sealed, ranks: Sequence[int]) -> dict[int, bytes]:
     """The digests of these ranks' manifests. They may be named by groups, which are then read."""
-    if not found.groups:
-        return {rank: found.digests[rank] for rank in ranks}
+    if not step.groups:
+        return {rank: step.digests[rank] for rank in ranks}
     digests: dict[int, bytes] = {}
-    for group in read_groups(store, found, sorted({rank // found.group_ranks for rank in ranks})):
+    for group in read_groups(store, step, sorted({rank // step.group_ranks for rank in ranks})):
         digests |= {rank: member.manifest for rank, member in zip(group.ranks, group.members, strict=True)}
     for rank in ranks:
         if rank not in digests:
-            raise missing_digest(found, rank)
+            raise missing_digest(step, rank)
     return digests
 
 
-def missing_digest(found: Sealed, rank: int) -> CorruptionError:
+def missing_digest(step: Sealed, rank: int) -> CorruptionError:
     """The error of a step whose groups leave a rank out."""
-    return CorruptionError(f"{found.attempt.decision_key}: no group names the manifest of rank {rank}")
+    return CorruptionError(f"{step.attempt.decision_key}: no group names the manifest of rank {rank}")
 
 
 def _encoded(store: Store, objects: Sequence[tuple[str, bytes]]) -> Iterator[bytes]:
@@ -361,21 +361,21 @@ def _encoded(store: Store, objects: Sequence[tuple[str, bytes]]) -> Iterator[byt
         yield from in_order(pool, lambda each: _of_digest(store, *each), objects, _AT_ONCE)
 
 
-def together(found: Sealed, given: Sequence[Manifest]) -> Step:
+def together(step: Sealed, manifests_by_rank: Sequence[Manifest]) -> Step:
     """Check that the manifests, given by rank, agree with each other, and return them as a step."""
-    for each in given:
-        if each.world_size != len(given):
-            raise other_world(found, each)
-    what = manifests.check_shards(given)
-    if what is not None:
-        raise CorruptionError(f"{found.attempt.decision_key}: {what}", hint="run `headrace ckpt check`")
-    return Step(found.run, found.base, tuple(given))
+    for manifest in manifests_by_rank:
+        if manifest.world_size != len(manifests_by_rank):
+            raise other_world(step, manifest)
+    mismatch = manifests.check_shards(manifests_by_rank)
+    if mismatch is not None:
+        raise CorruptionError(f"{step.attempt.decision_key}: {mismatch}", hint="run `headrace ckpt check`")
+    return Step(step.run, step.base, tuple(manifests_by_rank))
 
 
-def other_world(found: Sealed, manifest: Manifest) -> CorruptionError:
+def other_world(step: Sealed, manifest: Manifest) -> CorruptionError:
     """The error of a manifest that another number of ranks wrote."""
-    count = found.attempt.world_size
-    return CorruptionError(f"{found.attempt.decision_key} names {count} manifests of a world of {manifest.world_size}")
+    count = step.attempt.world_size
+    return CorruptionError(f"{step.attempt.decision_key} names {count} manifests of a world of {manifest.world_size}")
 
 
 def _of_digest(store: Store, key: str, expected: bytes) -> bytes:

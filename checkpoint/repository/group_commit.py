@@ -38,7 +38,6 @@ from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import (
     Attempt,
-    Committed,
     FailedRanks,
     FinalError,
     LateError,
@@ -119,8 +118,8 @@ class LateLease(contextlib.AbstractContextManager["LateLease"]):
 
 def existing(store: Store, attempt: Attempt) -> View:
     """Read the attempt's COMMIT and, if there is none, its decision."""
-    found = commit.find_commit(store, attempt.commit_key)
-    return View(commit=found, decision=None if found else commit.find_decision(store, attempt.decision_key))
+    document = commit.find_commit(store, attempt.commit_key)
+    return View(commit=document, decision=None if document else commit.find_decision(store, attempt.decision_key))
 
 
 def finish(
@@ -191,20 +190,20 @@ class GroupReader:
         _group_written()
 
     def _listed(self) -> set[int]:
-        a, found = self._attempt, set()
+        a, stored_ranks = self._attempt, set()
         for info in self._store.list(names.manifests_of(a.run, a.timeline, a.step, a.id, self.ranks)):
             at = names.parse_step_key(info.key)
             if at is not None and at.kind == "manifest" and at.rank in self.ranks:
-                found.add(at.rank)
-        return found
+                stored_ranks.add(at.rank)
+        return stored_ranks
 
     def _summary(self, rank: int) -> Summary:
         key = self._attempt.manifest_key(rank)
         data = own_digest.fetch(self._store, key, max_bytes=manifests.MAX_BYTES)
-        found = manifests.decode(data, key)
-        if found.world_size != self._attempt.world_size:
-            raise MismatchError(f"{self._attempt}: rank {rank} belongs to a job of {found.world_size} ranks")
-        return groups.summarize(found, data)
+        manifest = manifests.decode(data, key)
+        if manifest.world_size != self._attempt.world_size:
+            raise MismatchError(f"{self._attempt}: rank {rank} belongs to a job of {manifest.world_size} ranks")
+        return groups.summarize(manifest, data)
 
 
 def missing_groups(store: Store, attempt: Attempt) -> list[int]:
@@ -226,19 +225,19 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
         return digest(data), groups.decode(data, key)
 
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="headrace-groups") as pool:
-        found = list(pool.map(read, range(names.group_count(attempt.world_size))))
-    _check_groups(attempt, [group for _, group in found])
-    _require_bases(store, attempt, {base for _, group in found for base in group.bases})
+        groups_read = list(pool.map(read, range(names.group_count(attempt.world_size))))
+    _check_groups(attempt, [group for _, group in groups_read])
+    _require_bases(store, attempt, {base for _, group in groups_read for base in group.bases})
     if isinstance(stop := commit.decide(attempt, commit.newer_timeline(store, attempt)), Stop):
         raise _aborted(store, attempt, stop.error)
     tally = groups.Tally(attempt.id, attempt.world_size)
-    for _, group in found:
+    for _, group in groups_read:
         tally.add(group)
     document = Decision(
         version=Decision.newest,
         attempt=attempt.id,
         outcome="commit",
-        groups=tuple(each.hex() for each, _ in found),
+        groups=tuple(each.hex() for each, _ in groups_read),
         world_size=attempt.world_size,
         group_ranks=names.GROUP_RANKS,
         totals=tally.totals(),
@@ -252,14 +251,14 @@ def _check_plan(attempt: Attempt, summaries: Sequence[Summary], ranks: range) ->
         raise commit.different(attempt, other, ranks[0])
 
 
-def _check_groups(attempt: Attempt, found: Sequence[Group]) -> None:
-    for index, group in enumerate(found):
-        if group.world_size != attempt.world_size or group.plan != found[0].plan:
+def _check_groups(attempt: Attempt, all_groups: Sequence[Group]) -> None:
+    for index, group in enumerate(all_groups):
+        if group.world_size != attempt.world_size or group.plan != all_groups[0].plan:
             raise commit.different(attempt, group.first, 0)
         if group.ranks != names.ranks_of_group(index, attempt.world_size):
             raise CorruptionError(f"{attempt.group_key(index)} does not hold the ranks of its group")
-    shares = [member.share for group in found for member in group.members]
-    if groups.plan_digest(shares) != found[0].plan:
+    shares = [member.share for group in all_groups for member in group.members]
+    if groups.plan_digest(shares) != all_groups[0].plan:
         raise MismatchError(
             f"{attempt}: the manifests do not hold what the ranks planned to save",
             hint="please report this as a bug of Headrace; nothing was committed",
@@ -317,10 +316,10 @@ class _Finishing:
         while True:
             if self._leading and self._lead():
                 continue
-            if (found := self._look()) is not None:
-                return found
+            if (committed := self._look()) is not None:
+                return committed
             if self.clock.monotonic() >= self._deadline:
-                raise self._late()
+                raise self._late_error()
             if self._abort_without_failed() or self._take_turn():
                 continue
             self._sleep(_HEAD_POLL_MAX if self._leading else _WAIT_MAX)
@@ -355,16 +354,14 @@ class _Finishing:
         self._polls += 1
         if self._leading and self._polls % _HEAD_READS_EVERY:
             return None
-        whole = self._leading or self._polls % _DECISION_EVERY == 0 or self.clock.monotonic() >= self._deadline
-        view = existing(self.store, self.attempt) if whole else self._commit_only()
+        with_decision = self._leading or self._polls % _DECISION_EVERY == 0 or self.clock.monotonic() >= self._deadline
+        view = existing(self.store, self.attempt) if with_decision else self._commit_only()
         if self._leading and view.commit is None and view.decision is None:
             view = commit.newer_timeline(self.store, self.attempt)
+        if view.commit is not None and view.commit.attempt == self.attempt.id:  # it may be a tombstone by now
+            return view.commit
         match commit.decide(self.attempt, replace(view, lease_alive=self.lease.alive())):
-            case Committed():
-                return view.commit
             case Stop(error):
-                if view.commit is not None and view.commit.attempt == self.attempt.id:  # it is now a tombstone
-                    return view.commit
                 raise _aborted(self.store, self.attempt, error) if view.newer is not None else error
             case WriteCommit():
                 commit.write_commit(self.store, self.attempt, self.clock)
@@ -416,7 +413,7 @@ class _Finishing:
         self._lost = lost
         return False
 
-    def _late(self) -> LateError:
+    def _late_error(self) -> LateError:
         missing = self._missing or self._reader.missing()
         if missing:
             return commit.late(self.attempt, missing, self.timeout)

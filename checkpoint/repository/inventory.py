@@ -130,17 +130,21 @@ class SeenStep:
             return False
         if self.commit.tombstone:
             return all(each.decision and not each.ranks and not each.groups for each in self.attempts)
-        (each, *others) = self.attempts or (None,)
-        is_whole = each is not None and each.decision is not None and each.decision.outcome == "commit"
-        return is_whole and not others and each is not None and each.attempt == self.commit.attempt
+        if len(self.attempts) != 1:
+            return False
+        (attempt,) = self.attempts
+        is_complete = attempt.decision is not None and attempt.decision.outcome == "commit"
+        return is_complete and attempt.attempt == self.commit.attempt
 
     def forget_objects(self) -> SeenStep:
         """This step without the ranks and groups of its attempts."""
         return SeenStep(self.step, [_without_objects(each) for each in self.attempts], self.commit, self.modified)
 
 
-def _without_objects(each: SeenAttempt) -> SeenAttempt:
-    return SeenAttempt(each.step, each.attempt, decision=each.decision, documents=each.documents, grouped=each.grouped)
+def _without_objects(attempt: SeenAttempt) -> SeenAttempt:
+    return SeenAttempt(
+        attempt.step, attempt.attempt, decision=attempt.decision, documents=attempt.documents, grouped=attempt.grouped
+    )
 
 
 @dataclass(slots=True)
@@ -163,17 +167,17 @@ class Inventory:
         """Steps that unfinished collections name."""
         return {step for record in self.records.values() for step in record.pending_deletes.steps}
 
-    def add(self, seen: SeenStep, *, is_new: bool) -> None:
+    def add(self, step: SeenStep, *, is_new: bool) -> None:
         """Add a step. `is_new`: whether its tombstone, if it has one, is new."""
-        for attempt in seen.attempts:
+        for attempt in step.attempts:
             self.attempts[attempt.attempt] = attempt
-        if seen.commit is not None:
-            self.commits[seen.step] = seen.commit
-        if seen.commit is not None and seen.commit.tombstone:
+        if step.commit is not None:
+            self.commits[step.step] = step.commit
+        if step.commit is not None and step.commit.tombstone:
             if is_new:
-                self.new_tombstones.add(seen.step)
+                self.new_tombstones.add(step.step)
             else:
-                self.tombstones[seen.step] = seen.modified
+                self.tombstones[step.step] = step.modified
 
 
 class Reader:
@@ -191,40 +195,40 @@ class Reader:
         It also reads settled steps again whose tombstone was written before `oldest_tombstone`, in seconds since the
         epoch.
         """
-        seen, known = Inventory(), frozenset(self._tombstones)
+        inventory, known_tombstones = Inventory(), frozenset(self._tombstones)
         steps = list(self._listed_steps())
         settled = {step: self._settled[step] for step in steps if step in self._settled}
         self._settled = {
-            step: each
-            for step, each in settled.items()
-            if each.commit is None or not each.commit.tombstone or each.modified >= oldest_tombstone
+            step: seen
+            for step, seen in settled.items()
+            if seen.commit is None or not seen.commit.tombstone or seen.modified >= oldest_tombstone
         }
-        for each in self._settled.values():
-            seen.add(each, is_new=False)
-        for each in many(self._read_step, [step for step in steps if step not in self._settled]):
-            self._remember(each, known)
-            seen.add(each, is_new=each.step not in known)
+        for seen in self._settled.values():
+            inventory.add(seen, is_new=False)
+        for seen in many(self._read_step, [step for step in steps if step not in self._settled]):
+            self._remember(seen, known_tombstones)
+            inventory.add(seen, is_new=seen.step not in known_tombstones)
         self._tombstones &= set(steps)
-        for held in many(self._lease, self._listed_leases()):
-            seen.leases[held.lease.attempt].append(held)
+        for lease in many(self._lease, self._listed_leases()):
+            inventory.leases[lease.lease.attempt].append(lease)
         for key, record in many(self._record, list(self._store.list(names.GC))):
-            seen.records[key] = record
-        return seen
+            inventory.records[key] = record
+        return inventory
 
     def changed(self, steps: Iterable[StepOfRun]) -> None:
         """Report that objects of these steps were changed or deleted. The next look reads the steps again."""
         for step in steps:
             self._settled.pop(step, None)
 
-    def confirm(self, seen: Inventory, steps: Iterable[StepOfRun]) -> set[StepOfRun]:
-        """Read the COMMITs of those of the steps again that this reader has kept; return the steps that are removed.
+    def confirm(self, inventory: Inventory, steps: Iterable[StepOfRun]) -> set[StepOfRun]:
+        """Read the COMMITs of settled steps again; return the steps that are removed.
 
-        Another collection may have removed them. In `seen`, their tombstones are new.
+        Another collection may have removed them. In `inventory`, their tombstones are new.
         """
         gone = set(many(self._removed_or_none, [step for step in steps if step in self._settled]))
         for step in gone:
-            seen.commits[step] = Commit(step=step.step, tombstone=True)
-        seen.new_tombstones |= gone
+            inventory.commits[step] = Commit(step=step.step, tombstone=True)
+        inventory.new_tombstones |= gone
         self.changed(gone)
         return gone
 
@@ -232,12 +236,12 @@ class Reader:
         """Report that the caller has written the tombstones of these steps. They are not new at the next look."""
         self._tombstones.update(steps)
 
-    def _remember(self, seen: SeenStep, known: frozenset[StepOfRun]) -> None:
-        is_tombstone = seen.commit is not None and seen.commit.tombstone
+    def _remember(self, step: SeenStep, known_tombstones: frozenset[StepOfRun]) -> None:
+        is_tombstone = step.commit is not None and step.commit.tombstone
         if is_tombstone:
-            self._tombstones.add(seen.step)
-        if seen.is_settled and (not is_tombstone or seen.step in known):
-            self._settled[seen.step] = seen.forget_objects()
+            self._tombstones.add(step.step)
+        if step.is_settled and (not is_tombstone or step.step in known_tombstones):
+            self._settled[step.step] = step.forget_objects()
 
     def _listed_steps(self) -> Iterator[StepOfRun]:
         for run in self._store.list_folders(names.RUNS):
@@ -264,19 +268,19 @@ class Reader:
             else:
                 (attempt.groups if key.kind == "group" else attempt.ranks).add(key.rank)
         commit = commits.find_commit(self._store, committed.key) if committed is not None else None
-        for each in decided:
-            decision = commits.find_decision(self._store, attempts[each].decision_key)
+        for attempt_id in decided:
+            decision = commits.find_decision(self._store, attempts[attempt_id].decision_key)
             if decision is None:  # another collector removed the attempt after the listing
-                del attempts[each]
+                del attempts[attempt_id]
             else:
-                attempts[each].set_decision(decision)
+                attempts[attempt_id].set_decision(decision)
         # if a tombstone replaced the COMMIT after the listing, the tombstone's own time counts
         modified = max(committed.modified, commit.committed) if committed is not None and commit is not None else 0.0
         return SeenStep(step, list(attempts.values()), commit, modified)
 
     def _removed_or_none(self, step: StepOfRun) -> StepOfRun | None:
-        found = commits.find_commit(self._store, names.commit(step.run, step.timeline, step.step))
-        return step if found is None or found.tombstone else None
+        current = commits.find_commit(self._store, names.commit(step.run, step.timeline, step.step))
+        return step if current is None or current.tombstone else None
 
     def _listed_leases(self) -> list[ObjectInfo]:
         listed = list(self._store.list(names.LEASES))

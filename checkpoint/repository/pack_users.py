@@ -45,22 +45,22 @@ class PackUsers:
         # by live attempt, the packs of other attempts that it names
         self._named: dict[str, Packs] = {}
         # equal sets of packs, each stored once to save memory
-        self._same: dict[frozenset[str], frozenset[str]] = {}
+        self._interned: dict[frozenset[str], frozenset[str]] = {}
         # by attempt whose packs need no second listing, the live attempts that needed its packs
         self._done: dict[str, frozenset[str]] = {}
         self._live: dict[str, SeenAttempt] = {}
         # by attempt, the other live attempts that need its packs
         self._users: dict[str, list[SeenAttempt]] = {}
         # the attempts whose packs the last look listed
-        self._looked: list[str] = []
+        self._listed: list[str] = []
         # whether `_users` is complete; False if a document of a live attempt is missing
-        self._known = True
+        self._users_are_known = True
         # the live attempts that had a decision at the last look
         self._decided: set[str] = set()
         self.doubtful: set[StepOfRun] = set()
         """Steps that another collection has perhaps removed, although the last look saw live attempts of them."""
 
-    def look(self, seen: Inventory, live: Iterable[SeenAttempt]) -> Iterator[tuple[str, list[ObjectInfo]]]:
+    def look(self, inventory: Inventory, live: Iterable[SeenAttempt]) -> Iterator[tuple[str, list[ObjectInfo]]]:
         """List the packs of attempts, and yield each attempt with its packs.
 
         Attempts whose packs need no second listing are left out.
@@ -71,43 +71,43 @@ class PackUsers:
         decided = {each for each, attempt in by_id.items() if attempt.decision is not None}
         self._named = {each: packs for each, packs in self._named.items() if each in decided & self._decided}
         self._decided = decided
-        self._same = {packs: packs for each in self._named.values() for packs in each.values()}
+        self._interned = {packs: packs for each in self._named.values() for packs in each.values()}
         self._find_users(list(by_id.values()))
         folders = [name for name in self._store.list_folders(names.PACKS) if names.is_id(name)]
-        self._looked = to_list = self._to_list(folders, seen)
-        yield from ((each, []) for each in sorted(seen.attempts.keys() - set(folders)))
+        self._listed = to_list = self._to_list(folders, inventory)
+        yield from ((each, []) for each in sorted(inventory.attempts.keys() - set(folders)))
         yield from many(self._list, to_list)
 
     def done(self) -> None:
         """Report that the caller deleted all packs of the last look that no live attempt needs."""
-        for attempt in self._looked if self._known else ():
-            own = self._live.get(attempt)
-            if own is None or own.decision is not None:
-                users = [*self._users.get(attempt, ()), *([own] if own is not None else [])]
+        for attempt in self._listed if self._users_are_known else ():
+            live_attempt = self._live.get(attempt)
+            if live_attempt is None or live_attempt.decision is not None:
+                users = [*self._users.get(attempt, ()), *([live_attempt] if live_attempt is not None else [])]
                 self._done[attempt] = frozenset(each.attempt for each in users)
 
     def _find_users(self, live: list[SeenAttempt]) -> None:
         """Find which live attempts need packs of which other attempts."""
-        self._known = all(self._others(each) is not None for each in live)
+        self._users_are_known = all(self._others(user) is not None for user in live)
         self._users = defaultdict(list)
-        for each in live:
-            for other in self._others(each) or ():
-                self._users[other].append(each)
+        for user in live:
+            for other in self._others(user) or ():
+                self._users[other].append(user)
 
     def _others(self, attempt: SeenAttempt) -> Iterable[str] | None:
         """The other attempts whose packs this one names; None if one of its documents is missing."""
         totals = attempt.decision.totals if attempt.decision is not None else None
         return totals.attempts if totals is not None else self._of_others(attempt)
 
-    def _to_list(self, folders: list[str], seen: Inventory) -> list[str]:
-        own, others = list[str](), list[str]()
+    def _to_list(self, folders: list[str], inventory: Inventory) -> list[str]:
+        own_folders, other_folders = list[str](), list[str]()
         for name in folders:
             if name in self._live:
                 if name not in self._done:
-                    own.append(name)
-            elif name not in seen.attempts or not self._is_done(name):
-                others.append(name)
-        return others + own[: self._at_once]
+                    own_folders.append(name)
+            elif name not in inventory.attempts or not self._is_done(name):
+                other_folders.append(name)
+        return other_folders + own_folders[: self._at_once]
 
     def _is_done(self, ended: str) -> bool:
         """Whether all attempts that needed packs of this one at the last look are still live."""
@@ -124,22 +124,22 @@ class PackUsers:
         not known to be needed.
         """
         unused = set(packs)
-        found = set[str]()
-        for user, part in self._parts(attempt) if self._known else ((None, None),):
+        needed_packs = set[str]()
+        for user, part in self._parts(attempt) if self._users_are_known else ((None, None),):
             more = unused if part is None else unused & part
             if more and user is not None:
                 self._check(user)
-            found |= more
-            unused -= found
+            needed_packs |= more
+            unused -= needed_packs
             if not unused:
                 break
-        return found
+        return needed_packs
 
     def _check(self, user: SeenAttempt) -> None:
         """Doubt the step of a live attempt if another collection has removed it since it was read."""
         at = user.step
-        found = commit.find_commit(self._store, names.commit(at.run, at.timeline, at.step))
-        if found is not None and found.tombstone:
+        current = commit.find_commit(self._store, names.commit(at.run, at.timeline, at.step))
+        if current is not None and current.tombstone:
             self.doubtful.add(at)
 
     def _parts(self, attempt: str) -> Iterator[tuple[SeenAttempt | None, frozenset[str] | None]]:
@@ -148,22 +148,26 @@ class PackUsers:
         The first are the packs that `attempt` names itself, if it is live.
         """
         if attempt in self._live:
-            own = self._packs_of(self._live[attempt])
-            yield None, None if own is None else own[attempt]
-        for each in sorted(self._users.get(attempt, ()), key=lambda each: each.attempt, reverse=True):
-            packs = self._of_others(each)
-            yield each, None if packs is None else packs.get(attempt, frozenset())
+            own_packs = self._packs_of(self._live[attempt])
+            yield None, None if own_packs is None else own_packs[attempt]
+        for user in sorted(self._users.get(attempt, ()), key=lambda user: user.attempt, reverse=True):
+            packs = self._of_others(user)
+            yield user, None if packs is None else packs.get(attempt, frozenset())
 
     def _of_others(self, attempt: SeenAttempt) -> Packs | None:
         """The packs of other attempts that this one names."""
-        known = self._named.get(attempt.attempt)
-        if known is None:
+        by_attempt = self._named.get(attempt.attempt)
+        if by_attempt is None:
             packs = self._packs_of(attempt)
             if packs is None:
                 return None
-            known = {each: self._same.setdefault(kept, kept) for each, kept in packs.items() if each != attempt.attempt}
-            self._named[attempt.attempt] = known
-        return known
+            by_attempt = {
+                other: self._interned.setdefault(keys, keys)
+                for other, keys in packs.items()
+                if other != attempt.attempt
+            }
+            self._named[attempt.attempt] = by_attempt
+        return by_attempt
 
     def _packs_of(self, attempt: SeenAttempt) -> Packs | None:
         """All packs that the attempt names; None if one of its documents is missing."""
@@ -173,10 +177,10 @@ class PackUsers:
             self.doubtful.add(attempt.step)
             return None
         by_attempt: dict[str, set[str]] = {attempt.attempt: set()}
-        for each in documents:
-            for pack in each:
+        for packs in documents:
+            for pack in packs:
                 by_attempt.setdefault(pack.attempt, set()).add(pack.key)
-        return {each: frozenset(found) for each, found in by_attempt.items()}
+        return {attempt_id: frozenset(keys) for attempt_id, keys in by_attempt.items()}
 
     def _read(self, key: str) -> tuple[PackName, ...] | None:
         at = names.parse_step_key(key)

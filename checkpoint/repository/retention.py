@@ -123,22 +123,22 @@ class Plan:
         return not (self.tombstones or self.aborted or self.objects)
 
 
-def is_over(held: SeenLease, now: float) -> bool:
+def is_over(lease: SeenLease, now: float) -> bool:
     """Whether the lease has expired. Its last write and `now` are both times of the store's clock."""
-    return now - held.modified > held.lease.life + SLACK_SECONDS
+    return now - lease.modified > lease.lease.life + SLACK_SECONDS
 
 
-def to_fence(seen: Inventory, now: float) -> list[SeenAttempt]:
+def to_fence(inventory: Inventory, now: float) -> list[SeenAttempt]:
     """Attempts without a decision whose lease has expired or is missing."""
-    named = dict(seen.attempts)
-    for attempt, (held, *_) in seen.leases.items():
-        if attempt not in named and not held.reads_only:
-            lease = held.lease
+    named = dict(inventory.attempts)
+    for attempt, (seen_lease, *_) in inventory.leases.items():
+        if attempt not in named and not seen_lease.reads_only:
+            lease = seen_lease.lease
             named[attempt] = SeenAttempt(StepOfRun(lease.run, lease.timeline, lease.step), attempt)
     return [
         each
         for each in named.values()
-        if each.decision is None and not _is_alive(seen.leases.get(each.attempt, ()), now)
+        if each.decision is None and not _is_alive(inventory.leases.get(each.attempt, ()), now)
     ]
 
 
@@ -147,104 +147,108 @@ def _is_alive(leases: Iterable[SeenLease], now: float) -> bool:
     return any(not is_over(held, now) for held in leases)
 
 
-def spared(seen: Inventory, pending_deletes: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
+def spared(inventory: Inventory, pending_deletes: Iterable[StepOfRun], now: float) -> set[StepOfRun]:
     """Steps to delete that a live attempt or reader references.
 
     An attempt is alive while one of its leases has not expired. A live attempt is not aborted. All steps that any of
     its leases names are spared, because the holder of an expired lease may still renew it.
     """
-    alive = [held for leases in seen.leases.values() if _is_alive(leases, now) for held in leases]
+    alive = [held for leases in inventory.leases.values() if _is_alive(leases, now) for held in leases]
     return set(pending_deletes) & {base.of(held.lease.run) for held in alive for base in held.lease.bases}
 
 
-def unfinished(seen: Inventory) -> list[SeenAttempt]:
+def unfinished(inventory: Inventory) -> list[SeenAttempt]:
     """Attempts whose decision is "commit" and whose step has no COMMIT yet."""
     return [
         a
-        for a in seen.attempts.values()
-        if a.decision and a.decision.outcome == "commit" and a.step not in seen.commits
+        for a in inventory.attempts.values()
+        if a.decision and a.decision.outcome == "commit" and a.step not in inventory.commits
     ]
 
 
-def is_dead(seen: Inventory, attempt: SeenAttempt) -> bool:
+def is_dead(inventory: Inventory, attempt: SeenAttempt) -> bool:
     """Whether the attempt is dead (see the module's docstring). Live attempts may still need some of its packs."""
     if attempt.decision is None:
         return False
-    commit = seen.commits.get(attempt.step)
+    commit = inventory.commits.get(attempt.step)
     if attempt.decision.outcome != "commit" or commit is None:
         return attempt.decision.outcome != "commit"
     if commit.tombstone:
-        return attempt.step not in seen.new_tombstones
-    return _lost(seen, attempt, commit)
+        return attempt.step not in inventory.new_tombstones
+    return _lost(inventory, attempt, commit)
 
 
-def _lost(seen: Inventory, attempt: SeenAttempt, commit: Commit) -> bool:
+def _lost(inventory: Inventory, attempt: SeenAttempt, commit: Commit) -> bool:
     """Whether COMMIT names another attempt of the step, and that attempt exists and is complete."""
-    winner = seen.attempts.get(commit.attempt)
+    winner = inventory.attempts.get(commit.attempt)
     if winner is None or winner is attempt or winner.step != attempt.step:
         return False
     return winner.decision is not None and winner.decision.outcome == "commit"
 
 
-def garbage(seen: Inventory, users: PackUsers, now: float) -> tuple[list[tuple[str, int]], int]:
+def garbage(inventory: Inventory, users: PackUsers, now: float) -> tuple[list[tuple[str, int]], int]:
     """Return (key, bytes) of every object to delete, and the bytes of the listed packs that stay.
 
     It examines only the packs that `users` lists.
     """
-    live = [attempt for attempt in seen.attempts.values() if not is_dead(seen, attempt)]
+    live = [attempt for attempt in inventory.attempts.values() if not is_dead(inventory, attempt)]
     deleted_keys: list[tuple[str, int]] = []
-    kept, emptied = 0, set[str]()
-    for attempt, packs in users.look(seen, live):
+    bytes_kept, emptied = 0, set[str]()
+    for attempt, packs in users.look(inventory, live):
         keys = {pack.key for pack in packs}
-        needed = keys if _are_all_needed(seen, attempt, packs) else users.needed(attempt, keys)
+        needed = keys if _are_all_needed(inventory, attempt, packs) else users.needed(attempt, keys)
         stay = 0
         for pack in packs:
-            if pack.key not in needed and _is_deletable(seen, attempt, pack, now):
+            if pack.key not in needed and _is_deletable(inventory, attempt, pack, now):
                 deleted_keys.append((pack.key, pack.size))
             else:
                 stay += 1
-                kept += pack.size
+                bytes_kept += pack.size
         if not stay:
             emptied.add(attempt)
-    for dead in seen.attempts.values():
-        if is_dead(seen, dead):
+    for dead in inventory.attempts.values():
+        if is_dead(inventory, dead):
             deleted_keys += [(key, 0) for key in dead.listed_keys()]
-    return deleted_keys + _documents(seen, emptied, now), kept
+    return deleted_keys + _documents(inventory, emptied, now), bytes_kept
 
 
-def _are_all_needed(seen: Inventory, attempt: str, packs: Sequence[ObjectInfo]) -> bool:
+def _are_all_needed(inventory: Inventory, attempt: str, packs: Sequence[ObjectInfo]) -> bool:
     """Whether all listed packs of the attempt are needed, as far as their number shows.
 
     They are if the attempt is live and has no more packs than its decision counts.
     """
-    known = seen.attempts.get(attempt)
-    if not packs or known is None or known.decision is None or is_dead(seen, known):
+    seen_attempt = inventory.attempts.get(attempt)
+    if not packs or seen_attempt is None or seen_attempt.decision is None or is_dead(inventory, seen_attempt):
         return not packs
-    return known.decision.totals is not None and len(packs) <= known.decision.totals.packs
+    return seen_attempt.decision.totals is not None and len(packs) <= seen_attempt.decision.totals.packs
 
 
-def _is_deletable(seen: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool:
+def _is_deletable(inventory: Inventory, attempt: str, pack: ObjectInfo, now: float) -> bool:
     """Whether a pack that no live manifest names may be deleted."""
-    known = seen.attempts.get(attempt)
-    if known is not None:
-        return known.decision is not None
-    return attempt not in seen.leases and now - pack.modified > ORPHAN_SECONDS
+    seen_attempt = inventory.attempts.get(attempt)
+    if seen_attempt is not None:
+        return seen_attempt.decision is not None
+    return attempt not in inventory.leases and now - pack.modified > ORPHAN_SECONDS
 
 
-def _documents(seen: Inventory, emptied: set[str], now: float) -> list[tuple[str, int]]:
+def _documents(inventory: Inventory, emptied: set[str], now: float) -> list[tuple[str, int]]:
     """Leases, decisions and tombstones that are no longer needed. `emptied`: attempts of which no pack stays."""
-    return [(key, 0) for key in (*_leases(seen, now), *_decisions(seen, emptied), *_tombstones(seen, now))]
+    return [
+        (key, 0) for key in (*_leases(inventory, now), *_decisions(inventory, emptied), *_tombstones(inventory, now))
+    ]
 
 
-def _leases(seen: Inventory, now: float) -> list[str]:
+def _leases(inventory: Inventory, now: float) -> list[str]:
     """Expired leases of decided attempts and of readers."""
-    expired = [(a, held) for a, leases in seen.leases.items() for held in leases if is_over(held, now)]
+    expired = [(a, held) for a, leases in inventory.leases.items() for held in leases if is_over(held, now)]
     return sorted(
-        held.key for a, held in expired if held.reads_only or (a in seen.attempts and seen.attempts[a].decision)
+        held.key
+        for a, held in expired
+        if held.reads_only or (a in inventory.attempts and inventory.attempts[a].decision)
     )
 
 
-def _decisions(seen: Inventory, emptied: set[str]) -> list[str]:
+def _decisions(inventory: Inventory, emptied: set[str]) -> list[str]:
     """Decisions of removed steps.
 
     A decision stays while other steps need a pack of its attempt. Later collections then know that the attempt has
@@ -252,56 +256,63 @@ def _decisions(seen: Inventory, emptied: set[str]) -> list[str]:
     """
     return [
         a.decision_key
-        for a in seen.attempts.values()
-        if a.decision is not None and a.step in seen.tombstones and a.attempt in emptied
+        for a in inventory.attempts.values()
+        if a.decision is not None and a.step in inventory.tombstones and a.attempt in emptied
     ]
 
 
-def _tombstones(seen: Inventory, now: float) -> list[str]:
+def _tombstones(inventory: Inventory, now: float) -> list[str]:
     """Old tombstones of steps without other objects. No saver can still write the COMMIT of such a step."""
-    busy = {a.step for a in seen.attempts.values()}
-    old = (step for step, written in seen.tombstones.items() if now - written > TOMBSTONE_SECONDS and step not in busy)
+    busy = {a.step for a in inventory.attempts.values()}
+    old = (
+        step for step, written in inventory.tombstones.items() if now - written > TOMBSTONE_SECONDS and step not in busy
+    )
     return [names.commit(step.run, step.timeline, step.step) for step in sorted(old, key=order)]
 
 
 def preview(
-    seen: Inventory,
+    inventory: Inventory,
     pending_deletes: Iterable[StepOfRun],
     users: PackUsers,
     now: float,
 ) -> Plan:
     """The plan of a collection that starts now, if no other process changes the repository."""
-    wanted = existing_steps(seen, pending_deletes)
-    safe = spared(seen, wanted, now)
-    fenced = to_fence(seen, now)
-    after = replace(seen, attempts=dict(seen.attempts), commits=dict(seen.commits), tombstones=dict(seen.tombstones))
+    to_remove = existing_steps(inventory, pending_deletes)
+    safe = spared(inventory, to_remove, now)
+    fenced = to_fence(inventory, now)
+    after = replace(
+        inventory,
+        attempts=dict(inventory.attempts),
+        commits=dict(inventory.commits),
+        tombstones=dict(inventory.tombstones),
+    )
     for attempt in fenced:
         after.attempts[attempt.attempt] = replace(attempt, decision=Decision(attempt=attempt.attempt, outcome="abort"))
-    for step in wanted - safe:
+    for step in to_remove - safe:
         after.commits[step] = Commit(step=step.step, tombstone=True)
         after.tombstones[step] = now
-    objects, kept = garbage(after, users, now)
+    objects, bytes_kept = garbage(after, users, now)
     return Plan(
-        tuple(sorted(wanted - safe, key=order)),
+        tuple(sorted(to_remove - safe, key=order)),
         tuple(sorted(safe, key=order)),
         tuple(sorted(attempt.attempt for attempt in fenced)),
         tuple(sorted(objects)),
-        kept,
+        bytes_kept,
     )
 
 
-def existing_steps(seen: Inventory, pending_deletes: Iterable[StepOfRun]) -> set[StepOfRun]:
+def existing_steps(inventory: Inventory, pending_deletes: Iterable[StepOfRun]) -> set[StepOfRun]:
     """The steps to delete that exist, including those of unfinished collections; at most `MOST_STEPS`."""
-    existing = [step for step in {*pending_deletes, *seen.pending_deletes()} if _is_step(seen, step)]
+    existing = [step for step in {*pending_deletes, *inventory.pending_deletes()} if _is_step(inventory, step)]
     return set(sorted(existing, key=order)[:MOST_STEPS])
 
 
-def _is_step(seen: Inventory, step: StepOfRun) -> bool:
+def _is_step(inventory: Inventory, step: StepOfRun) -> bool:
     """Whether the step exists: committed, or complete."""
-    commit = seen.commits.get(step)
+    commit = inventory.commits.get(step)
     if commit is not None:
         return not commit.tombstone
-    return any(attempt.step == step for attempt in unfinished(seen))
+    return any(attempt.step == step for attempt in unfinished(inventory))
 
 
 def order(step: StepOfRun) -> tuple[str, int, int]:

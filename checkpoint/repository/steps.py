@@ -94,21 +94,22 @@ def runs(store: Store, limit: int | None = None) -> list[str]:
     return [run for run in folders if names.is_run(run) and timeline.numbers(store, run)]
 
 
-def settle(store: Store, run: str, number: int, at: int) -> Base | None:
+def recognise(store: Store, run: str, number: int, at: int) -> Base | None:
     """The attempt that is this step, or None.
 
     If the step has only a complete attempt, its COMMIT is written first.
     """
-    found = commit.find_commit(store, names.commit(run, number, at))
-    if found is not None:
-        return _base_of(found, number)
+    document = commit.find_commit(store, names.commit(run, number, at))
+    if document is not None:
+        return _base_of(document, number)
     recognised = (
-        _recognise(store, Attempt(run, number, at, attempt, 0)) for attempt in timeline.attempts(store, run, number, at)
+        _recognise_attempt(store, Attempt(run, number, at, attempt, 0))
+        for attempt in timeline.attempts(store, run, number, at)
     )
     return next((base for base in recognised if base is not None), None)
 
 
-def _recognise(store: Store, attempt: Attempt) -> Base | None:
+def _recognise_attempt(store: Store, attempt: Attempt) -> Base | None:
     try:
         return _base_of(commit.recognise(store, attempt), attempt.timeline)
     except AccessDeniedError:
@@ -120,8 +121,8 @@ def _recognise(store: Store, attempt: Attempt) -> Base | None:
         return None
 
 
-def _base_of(found: Commit | None, number: int) -> Base | None:
-    return None if found is None or found.tombstone else Base(number, found.step, found.attempt)
+def _base_of(document: Commit | None, number: int) -> Base | None:
+    return None if document is None or document.tombstone else Base(number, document.step, document.attempt)
 
 
 def visible(
@@ -129,22 +130,22 @@ def visible(
     run: str,
     removed: Container[StepName] = (),
     branch: Iterable[Segment] | None = None,
-    known: Mapping[StepName, Base] = MappingProxyType({}),
+    known_steps: Mapping[StepName, Base] = MappingProxyType({}),
 ) -> Iterator[Base]:
     """Steps of the run's newest branch, newest first.
 
     `removed`: steps that are known to be tombstones and are skipped. `branch`: the branch, if the caller has read it
-    already. `known`: committed steps that the caller has read already.
+    already. `known_steps`: committed steps that the caller has read already.
     """
-    seen: set[int] = set()
+    yielded: set[int] = set()
     for segment in timeline.branch(store, run) if branch is None else branch:
         for at in timeline.steps_newest_first(store, run, segment.timeline, segment.upto):
             name = StepName(segment.timeline, at)
-            if at in seen or name in removed:
+            if at in yielded or name in removed:
                 continue
-            base = known.get(name) or settle(store, run, segment.timeline, at)
+            base = known_steps.get(name) or recognise(store, run, segment.timeline, at)
             if base is not None:
-                seen.add(at)
+                yielded.add(at)
                 yield base
 
 
@@ -157,7 +158,7 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
     """
     repo = read_repo(store)
     if isinstance(step, Base):
-        if not settled(store, run, step):
+        if not is_step(store, run, step):
             raise NotFoundError(
                 f"step {step.step} of timeline {step.timeline} of run {run} does not exist, or is another attempt",
                 hint="it was never committed, or retention removed it; `headrace ckpt ls` lists the steps",
@@ -177,7 +178,7 @@ def find(store: Store, run: str, step: int | str | Base) -> Base | None:
     step = names.check_step(step)
     for segment in timeline.branch(store, run):
         if segment.upto is None or step <= segment.upto:
-            base = settle(store, run, segment.timeline, step)
+            base = recognise(store, run, segment.timeline, step)
             if base is not None:
                 return base
     if repo is None:
@@ -230,18 +231,18 @@ def missing(store: Store, run: str, step: int | None = None) -> MissingStepError
 
     If the run does not exist either, the message lists runs that exist.
     """
-    what = f"run {run} has no step" if step is None else f"run {run} has no step {step}"
+    problem = f"run {run} has no step" if step is None else f"run {run} has no step {step}"
     if read_repo(store) is None:
         where = f"there is no checkpoint repository at {store.location.url}{_other_files(store)}"
-        return MissingStepError(f"{what}: {where}", hint="check the URL")
+        return MissingStepError(f"{problem}: {where}", hint="check the URL")
     numbers = timeline.numbers(store, run)
     if not numbers:
-        return MissingStepError(f"{what}: {_no_such_run(store, run)}", hint="check the run's name")
+        return MissingStepError(f"{problem}: {_no_such_run(store, run)}", hint="check the run's name")
     if step is None:
-        return MissingStepError(f"{what} yet", hint="`headrace ckpt ls` lists runs and steps")
+        return MissingStepError(f"{problem} yet", hint="`headrace ckpt ls` lists runs and steps")
     others = [n for n in numbers if timeline.is_decided(store, run, n, step)]
     where = f"; it is in the abandoned timeline {others[-1]}" if others else ""
-    return MissingStepError(f"{what}{where}", hint="`headrace ckpt ls` lists the steps")
+    return MissingStepError(f"{problem}{where}", hint="`headrace ckpt ls` lists the steps")
 
 
 def warn_of_mistakes(store: Store, run: str) -> None:
@@ -269,11 +270,11 @@ def _no_such_run(store: Store, run: str) -> str:
 
 def _other_files(store: Store) -> str:
     """Text that lists a few objects at this location; "" if there are none."""
-    found = [info.key for info in islice(store.list(""), _SHOWN + 1)]
-    if not found:
+    keys = [info.key for info in islice(store.list(""), _SHOWN + 1)]
+    if not keys:
         return ""
-    more = ", ..." if len(found) > _SHOWN else ""
-    return f", but other files: {', '.join(found[:_SHOWN])}{more}"
+    more = ", ..." if len(keys) > _SHOWN else ""
+    return f", but other files: {', '.join(keys[:_SHOWN])}{more}"
 
 
 def _latest(store: Store, run: str) -> Base | None:
@@ -287,20 +288,20 @@ def _latest(store: Store, run: str) -> Base | None:
     """
     number = timeline.followed(store, run)
     first = next(timeline.steps_newest_first(store, run, number), None) if number else None
-    if first is not None and (found := settle(store, run, number, first)) is not None:
+    if first is not None and (latest := recognise(store, run, number, first)) is not None:
         newest = max(timeline.numbers(store, run), default=0)
         if newest == number or timeline.followed(store, run) == number:
-            return found
+            return latest
     before = _newest_decided(store, run)
     for _ in range(_LOOKS):
-        found = next(visible(store, run), None)
+        latest = next(visible(store, run), None)
         after = _newest_decided(store, run)
         if before == after:
             break
         before = after
-    if found is None:
+    if latest is None:
         _warn_of_hidden_steps(store, run)
-    return found
+    return latest
 
 
 def _newest_decided(store: Store, run: str) -> tuple[int, int]:
@@ -328,10 +329,10 @@ def _has_commit(store: Store, run: str, number: int) -> bool:
     return any(store.exists(names.commit(run, number, at)) for at in timeline.steps(store, run, number))
 
 
-def settled(store: Store, run: str, attempt: Base) -> bool:
+def is_step(store: Store, run: str, attempt: Base) -> bool:
     """Whether this attempt is the step. If it is complete, its COMMIT is written first."""
-    found = settle(store, run, attempt.timeline, names.check_step(attempt.step))
-    return found is not None and found.attempt == attempt.attempt
+    base = recognise(store, run, attempt.timeline, names.check_step(attempt.step))
+    return base is not None and base.attempt == attempt.attempt
 
 
 def step_of_attempt(store: Store, run: str, attempt: str) -> StepName | None:
@@ -347,8 +348,8 @@ def step_of_attempt(store: Store, run: str, attempt: str) -> StepName | None:
             middle = (low + high) // 2
             attempts = timeline.attempts(store, run, number, steps[middle])
             if not attempts:  # a removed step, of which only the tombstone is left
-                found = commit.find_commit(store, names.commit(run, number, steps[middle]))
-                attempts = [found.attempt] if found is not None and found.attempt else []
+                document = commit.find_commit(store, names.commit(run, number, steps[middle]))
+                attempts = [document.attempt] if document is not None and document.attempt else []
             if attempt in attempts:
                 return StepName(number, steps[middle])
             if attempts and attempts[0] > attempt:
@@ -369,9 +370,24 @@ def require_exists(store: Store, run: str, base: Base) -> None:
 
 
 def is_removed(store: Store, run: str, base: Base) -> bool:
-    """Whether the step has no COMMIT, or its COMMIT is a tombstone."""
-    found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
-    return found is None or found.tombstone
+    """Whether the step has no COMMIT, or its COMMIT is a tombstone. Collections delete old tombstones."""
+    document = commit.find_commit(store, names.commit(run, base.timeline, base.step))
+    return document is None or document.tombstone
+
+
+def has_tombstone(store: Store, run: str, number: int, at: int) -> bool:
+    """Whether a collection has just removed the step. A missing or unreadable COMMIT does not count."""
+    try:
+        document = commit.find_commit(store, names.commit(run, number, at))
+    except (CorruptionError, UnsupportedError):
+        return False
+    return document is not None and document.tombstone
+
+
+def is_committed(store: Store, run: str, base: Base) -> bool:
+    """Whether COMMIT names this attempt. Unlike `is_step`, this function never writes COMMIT."""
+    document = commit.find_commit(store, names.commit(run, base.timeline, base.step))
+    return document is not None and document.commits(base.attempt)
 
 
 def removed(run: str, step: int) -> NotFoundError:
@@ -381,8 +397,8 @@ def removed(run: str, step: int) -> NotFoundError:
 
 def pending_deletes(store: Store) -> set[tuple[str, int, int]]:
     """(run, timeline, step) of the steps that collectors are about to remove."""
-    found: set[tuple[str, int, int]] = set()
+    steps: set[tuple[str, int, int]] = set()
     for info in store.list(names.GC):
         with suppress(NotFoundError):  # a collector deletes its record when it has finished
-            found |= {(s.run, s.timeline, s.step) for s in read(store, info.key, PendingDelete).steps}
-    return found
+            steps |= {(s.run, s.timeline, s.step) for s in read(store, info.key, PendingDelete).steps}
+    return steps

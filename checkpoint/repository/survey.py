@@ -2,8 +2,8 @@
 
 Invariant: manifests and packs are not read, so the cost depends on the number of steps and not on the number of ranks.
 Decisions of older versions lack totals; the manifests of those steps are read. A survey writes the missing COMMIT of a
-complete attempt and changes nothing else. To find out whether a lease has expired, it writes a lease of its own, reads
-its time of modification, which is the time by the store's clock, and deletes it.
+complete attempt. To find out whether a lease has expired, it writes a lease of its own and deletes it again. Its time of
+modification is the time by the store's clock. A survey changes nothing else.
 Failure behaviour: damage is put into the report. Transient errors and refused access are raised. Without write access,
 leases are compared with this machine's clock.
 """
@@ -114,7 +114,7 @@ class Report:
 
 
 @dataclass(slots=True)
-class _Found:
+class _SurveyedStep:
     """What was read of one step. `base` is None if the step has no committed attempt or was removed."""
 
     step: StepName
@@ -139,61 +139,52 @@ def survey(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) ->
     return report
 
 
-def was_removed(store: Store, run: str, number: int, at: int) -> bool:
-    """Whether a collection removed the step, perhaps while it was being read."""
-    try:
-        found = commit.find_commit(store, names.commit(run, number, at))
-    except (CorruptionError, UnsupportedError):
-        return False
-    return found is not None and found.tombstone
-
-
 def _survey_run(store: Store, run: str, report: Report, now: Callable[[], float]) -> None:
     for number in timeline.lost(store, run):
         steps = timeline.steps(store, run, number)
         hits = tuple(f"{run}/{number}/{at}" for at in steps if store.exists(names.commit(run, number, at)))
-        what = "it is missing, although the timeline has objects"
-        report.problems.append(Problem(names.timeline(run, number), what, hits))
+        problem = "it is missing, although the timeline has objects"
+        report.problems.append(Problem(names.timeline(run, number), problem, hits))
     listed = [
         StepName(number, at) for number in timeline.numbers(store, run) for at in timeline.steps(store, run, number)
     ]
-    found = list(many(partial(_survey_step, store, run, now), listed))
-    current = _current(store, run, found, report)
-    for each in found:
-        report.unfinished += each.unfinished
-        if each.problem is not None:
-            report.problems.append(each.problem)
-        elif each.base is not None and each.totals is not None:
-            report.steps.append(_line(run, each.base, each.totals, each.commit, each.base in current))
+    outcomes = list(many(partial(_survey_step, store, run, now), listed))
+    current = _current(store, run, outcomes, report)
+    for outcome in outcomes:
+        report.unfinished += outcome.unfinished
+        if outcome.problem is not None:
+            report.problems.append(outcome.problem)
+        elif outcome.base is not None and outcome.totals is not None:
+            report.steps.append(_line(run, outcome.base, outcome.totals, outcome.commit, outcome.base in current))
 
 
-def _current(store: Store, run: str, found: list[_Found], report: Report) -> set[Base]:
+def _current(store: Store, run: str, outcomes: list[_SurveyedStep], report: Report) -> set[Base]:
     """The steps of the newest branch."""
-    known = {each.step: each.base for each in found if each.base is not None}
-    removed = {each.step for each in found if each.commit is not None and each.commit.tombstone}
+    bases = {each.step: each.base for each in outcomes if each.base is not None}
+    removed = {each.step for each in outcomes if each.commit is not None and each.commit.tombstone}
     try:
-        return set(repository.visible(store, run, removed, known=known))
+        return set(repository.visible(store, run, removed, known_steps=bases))
     except (CorruptionError, UnsupportedError) as error:
         report.problems.append(Problem(names.timelines(run), error.message, (f"run {run}",)))
         return set()
 
 
-def _survey_step(store: Store, run: str, now: Callable[[], float], step: StepName) -> _Found:
-    number, at, found = step.timeline, step.step, _Found(step)
+def _survey_step(store: Store, run: str, now: Callable[[], float], step: StepName) -> _SurveyedStep:
+    number, at, outcome = step.timeline, step.step, _SurveyedStep(step)
     try:
-        found.base = repository.settle(store, run, number, at)
-        found.commit = commit.find_commit(store, names.commit(run, number, at))
+        outcome.base = repository.recognise(store, run, number, at)
+        outcome.commit = commit.find_commit(store, names.commit(run, number, at))
         for attempt_id in timeline.attempts(store, run, number, at):
-            if found.base is None or attempt_id != found.base.attempt:
-                state = _state(store, Attempt(run, number, at, attempt_id, 0), found, now)
-                found.unfinished.append(Unfinished(run, number, at, attempt_id, state))
-        if found.base is not None:
-            found.totals = _totals(store, run, found.base)
+            if outcome.base is None or attempt_id != outcome.base.attempt:
+                state = _state(store, Attempt(run, number, at, attempt_id, 0), outcome, now)
+                outcome.unfinished.append(Unfinished(run, number, at, attempt_id, state))
+        if outcome.base is not None:
+            outcome.totals = _totals(store, run, outcome.base)
     except (CorruptionError, UnsupportedError, NotFoundError) as error:
-        if not was_removed(store, run, number, at):
+        if not repository.has_tombstone(store, run, number, at):
             label = f"step {at} of run {run}, timeline {number}"
-            found.problem = Problem(names.step(run, number, at), error.message, (label,))
-    return found
+            outcome.problem = Problem(names.step(run, number, at), error.message, (label,))
+    return outcome
 
 
 def _totals(store: Store, run: str, base: Base) -> Totals:
@@ -234,10 +225,10 @@ def _line(run: str, base: Base, totals: Totals, committed: Commit | None, curren
     )
 
 
-def _state(store: Store, attempt: Attempt, found: _Found, now: Callable[[], float]) -> str:
-    if found.base is not None:
+def _state(store: Store, attempt: Attempt, outcome: _SurveyedStep, now: Callable[[], float]) -> str:
+    if outcome.base is not None:
         return "lost"
-    if found.commit is not None:
+    if outcome.commit is not None:
         return "removed"
     if store.exists(attempt.decision_key):
         return "aborted"
@@ -265,7 +256,7 @@ class _StoreTime:
     def _read(self) -> float:
         attempt = names.new_id(self._clock)
         key, life = names.lease(attempt), DEFAULT_LIFE
-        own = Lease(
+        lease = Lease(
             version=VERSION,
             attempt=attempt,
             run=self._run,
@@ -277,7 +268,7 @@ class _StoreTime:
             process=this_process(),
         )
         try:
-            self._store.put(key, encode(own))
+            self._store.put(key, encode(lease))
             return self._store.stat(key).modified
         except (AccessDeniedError, UnsupportedError):
             return self._clock.time()

@@ -64,12 +64,12 @@ def key_of(name: str, number: int = 0) -> str:
 
 def listed(store: Store, name: str = "") -> dict[str, list[tuple[int, ObjectInfo]]]:
     """List the records of all tags, or of one: (number, object) by name, newest first."""
-    found: dict[str, list[tuple[int, ObjectInfo]]] = defaultdict(list)
+    records: dict[str, list[tuple[int, ObjectInfo]]] = defaultdict(list)
     for info in store.list(TAGS):
         match = _KEY.fullmatch(info.key)
         if match and name in ("", match[1] or match[3]):
-            found[match[1] or match[3]].append((int(match[2] or 0), info))
-    return {each: sorted(found[each], key=lambda record: -record[0]) for each in sorted(found)}
+            records[match[1] or match[3]].append((int(match[2] or 0), info))
+    return {each: sorted(records[each], key=lambda record: -record[0]) for each in sorted(records)}
 
 
 def current_records(store: Store, name: str = "") -> dict[str, list[Tag]]:
@@ -81,10 +81,10 @@ def current_records(store: Store, name: str = "") -> dict[str, list[Tag]]:
     for _ in range(_LOOKS):
         records = listed(store, name)
         try:
-            found = {each: list(_read_current(store, (info for _, info in records[each]))) for each in records}
+            current = {each: list(_read_current(store, (info for _, info in records[each]))) for each in records}
         except NotFoundError:  # another process moved the tag and deleted this record
             continue
-        return {each: tags for each, tags in found.items() if tags}
+        return {each: tags for each, tags in current.items() if tags}
     raise TransientError(f"other processes keep moving the tags of {store.location.url}", hint="try again")
 
 
@@ -98,15 +98,15 @@ def _read_current(store: Store, records: Iterator[ObjectInfo]) -> Iterator[Tag]:
 
 def find(store: Store, name: str) -> Tag:
     """The tag's newest record. The caller checks whether the step still exists."""
-    return _of(store, name)[0]
+    return _records_of(store, name)[0]
 
 
-def _of(store: Store, name: str) -> list[Tag]:
+def _records_of(store: Store, name: str) -> list[Tag]:
     key_of(name)
-    found = current_records(store, name) or current_records(store, name)  # a listing may miss both records of a move
-    if not found:
+    records = current_records(store, name) or current_records(store, name)  # a listing may miss both records of a move
+    if not records:
         raise NotFoundError(f"no tag {name}", hint="`headrace ckpt tags` lists them")
-    return found[name]
+    return records[name]
 
 
 def all_tags(store: Store) -> Iterator[Tag]:
@@ -117,7 +117,7 @@ def all_tags(store: Store) -> Iterator[Tag]:
 
 def step_of(store: Store, run: str, name: str) -> Base:
     """The committed step of `run` that the tag names, in any timeline."""
-    records = _of(store, name)
+    records = _records_of(store, name)
     existing = next((tag for tag in records if exists(store, tag)), None)
     tag = existing or records[0]
     if tag.run != run:
@@ -129,8 +129,8 @@ def step_of(store: Store, run: str, name: str) -> Base:
 
 def exists(store: Store, tag: Tag) -> bool:
     """Whether the tag's step is committed."""
-    found = commit.recognise(store, Attempt(tag.run, tag.timeline, tag.step, tag.attempt, 0))
-    return found is not None and not found.tombstone and found.attempt == tag.attempt
+    committed = commit.recognise(store, Attempt(tag.run, tag.timeline, tag.step, tag.attempt, 0))
+    return committed is not None and committed.commits(tag.attempt)
 
 
 def outdated(store: Store, replaced: float, removed: float) -> list[str]:

@@ -32,15 +32,15 @@ def tag(
 ) -> Tag:
     """Give the step a name. With `move`, a name that another step has is moved to this step."""
     key_of(name)
-    found = repository.find(store, run, step)
-    if found is None:
+    base = repository.find(store, run, step)
+    if base is None:
         raise NotFoundError(f"run {run} has no step {step} to tag", hint="`headrace ckpt ls` lists the steps")
     with LeaseKeeper(
-        store, names.new_id(clock), run=run, timeline=found.timeline, step=found.step, bases=[found], clock=clock
+        store, names.new_id(clock), run=run, timeline=base.timeline, step=base.step, bases=[base], clock=clock
     ) as lease:
         try:
-            repository.require_exists(store, run, found)
-            record = _tag(name, run, found, clock)
+            repository.require_exists(store, run, base)
+            record = _tag(name, run, base, clock)
             number = _write(store, record, move=move)
             lease.require_alive()
             _delete_before(store, name, number)

@@ -3,9 +3,9 @@
 A save opens a timeline when a trainer starts on the run, and when the trainer begins a branch.
 
 Invariant: a new timeline has a higher number than all others, and one writer opens it (`put_if_absent`). A timeline
-stops the writers of older ones at once. It hides steps of older timelines only after one of its own steps was decided,
-because a store may apply the request that opens a timeline long after the writer gave up. Readers follow the newest
-timeline that has a decided step. The latest step is the newest committed step of that timeline. If there is none, the
+stops the writers of older ones at once. It hides steps of older timelines only after one of its own steps was decided.
+The reason is that a store may open a timeline long after the writer gave up. Readers follow the newest timeline that has
+a decided step. The latest step is the newest committed step of that timeline. If there is none, the
 latest step is the newest step of the parent, up to the step where the child branched off, and so on. A parent is
 always older than its child. Numbers have no gaps and documents are never removed. So if a timeline has objects but no
 document, the document was lost.
@@ -57,12 +57,12 @@ def read_timeline(store: Store, run: str, number: int) -> Timeline:
     """Read the timeline's document and check its parent."""
     key = names.timeline(run, number)
     try:
-        found = read(store, key, Timeline)
+        document = read(store, key, Timeline)
     except NotFoundError:
         raise CorruptionError(f"{key} is missing, and timelines are never removed") from None
-    if found.parent is not None and not 0 <= found.parent.timeline < number:
-        raise CorruptionError(f"{key} names timeline {found.parent.timeline} as its parent, which is not older")
-    return found
+    if document.parent is not None and not 0 <= document.parent.timeline < number:
+        raise CorruptionError(f"{key} names timeline {document.parent.timeline} as its parent, which is not older")
+    return document
 
 
 def lost(store: Store, run: str) -> list[int]:
@@ -208,19 +208,19 @@ def history(store: Store, run: str) -> list[Timeline]:
     number = followed(store, run)
     if not number:
         return []
-    found = [read_timeline(store, run, number)]
-    while (parent := found[-1].parent) is not None:
-        found.append(read_timeline(store, run, parent.timeline))
-    return found
+    documents = [read_timeline(store, run, number)]
+    while (parent := documents[-1].parent) is not None:
+        documents.append(read_timeline(store, run, parent.timeline))
+    return documents
 
 
 def segments(timelines: Sequence[Timeline]) -> list[Segment]:
     """The segments of a branch, from its timelines as `history` returns them."""
-    found, upto = list[Segment](), None
+    branch, upto = list[Segment](), None
     for document in timelines:
-        found.append(Segment(document.timeline, upto))
+        branch.append(Segment(document.timeline, upto))
         upto = document.parent.step if document.parent is not None else None
-    return found
+    return branch
 
 
 def branch(store: Store, run: str) -> list[Segment]:
@@ -231,10 +231,10 @@ def branch(store: Store, run: str) -> list[Segment]:
 def is_of_same_process(store: Store, run: str, number: int, newer: Timeline) -> bool:
     """Whether the process that opened timeline `number` also opened the newer one."""
     try:
-        own = read_timeline(store, run, number).writer
+        writer = read_timeline(store, run, number).writer
     except CorruptionError:  # the document was lost, so its writer is unknown
         return False
-    return bool(own) and own.partition("-")[0] == newer.writer.partition("-")[0]
+    return bool(writer) and writer.partition("-")[0] == newer.writer.partition("-")[0]
 
 
 def superseded(run: str, number: int, newer: Timeline, same_process: bool = False) -> ConflictError:

@@ -50,38 +50,40 @@ class Usage:
 def usage(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) -> Usage:
     """Add up the packs of the repository, or of one run."""
     report = survey(store, run, clock)
-    found = Usage([])
+    total = Usage([])
     by_run = _by_run(report)
     of_steps = {line.attempt: line.run for line in report.steps}
-    others = {each.attempt: each.run for each in report.unfinished}
-    attempts = [each for each in store.list_folders(names.PACKS) if run is None or each in of_steps or each in others]
+    of_unfinished = {each.attempt: each.run for each in report.unfinished}
+    attempts = [
+        each for each in store.list_folders(names.PACKS) if run is None or each in of_steps or each in of_unfinished
+    ]
     for attempt, packs, stored in many(lambda each: _size(store, each), attempts):
-        found.packs += packs
-        found.stored += stored
+        total.packs += packs
+        total.stored += stored
         if attempt in of_steps:
             by_run[of_steps[attempt]].packs += packs
             by_run[of_steps[attempt]].stored += stored
-        elif attempt in others:
-            by_run[others[attempt]].other_packs += packs
-            by_run[others[attempt]].other_stored += stored
+        elif attempt in of_unfinished:
+            by_run[of_unfinished[attempt]].other_packs += packs
+            by_run[of_unfinished[attempt]].other_stored += stored
         else:
-            found.unknown_packs += packs
-            found.unknown_stored += stored
-    found.runs = [by_run[name] for name in sorted(by_run)]
-    return found
+            total.unknown_packs += packs
+            total.unknown_stored += stored
+    total.runs = [by_run[name] for name in sorted(by_run)]
+    return total
 
 
 def _by_run(report: Report) -> dict[str, RunUsage]:
     newest: dict[str, tuple[int, int]] = defaultdict(lambda: (-1, -1))
-    found: dict[str, RunUsage] = {}
+    usages: dict[str, RunUsage] = {}
     for line in report.steps:
-        each = found.setdefault(line.run, RunUsage(line.run))
-        each.steps += 1
+        run_usage = usages.setdefault(line.run, RunUsage(line.run))
+        run_usage.steps += 1
         if line.current and (line.timeline, line.step) > newest[line.run]:
-            newest[line.run], each.state = (line.timeline, line.step), line.bytes_state
+            newest[line.run], run_usage.state = (line.timeline, line.step), line.bytes_state
     for attempt in report.unfinished:
-        found.setdefault(attempt.run, RunUsage(attempt.run))
-    return found
+        usages.setdefault(attempt.run, RunUsage(attempt.run))
+    return usages
 
 
 def _size(store: Store, attempt: str) -> tuple[str, int, int]:

@@ -80,7 +80,7 @@ class SaveTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Choice:
     """`timeline` is 0 if a new one is needed. The new one has the number `following` and branches off `parent`."""
 
     timeline: int
@@ -132,26 +132,26 @@ def place(
     """
     removed: NotFoundError | None = None
     for _ in range(_TRIES):
-        found = _find_place(store, run, step, state)
-        if found.timeline:
-            return SaveTarget(found.timeline, found.base, found.newer)
-        if found.parent is not None:
+        choice = _choose_timeline(store, run, step, state)
+        if choice.timeline:
+            return SaveTarget(choice.timeline, choice.base, choice.newer)
+        if choice.parent is not None:
             try:
-                lease_parent(found.parent)
+                lease_parent(choice.parent)
             except NotFoundError as error:
                 removed = error
                 continue
-        parent = None if found.parent is None else StepName(found.parent.timeline, found.parent.step)
-        if timeline.take(store, run, found.following, parent, state.writer):
-            if parent is None and found.base is not None:
+        parent = None if choice.parent is None else StepName(choice.parent.timeline, choice.parent.step)
+        if timeline.take(store, run, choice.following, parent, state.writer):
+            if parent is None and choice.base is not None:
                 _log.warning(
                     "run %s starts anew at step %d: its steps up to %d are hidden, and retention may remove them."
                     " To continue them, call restore before the first save; for an unrelated run, give another name",
                     run,
                     step,
-                    found.base.step,
+                    choice.base.step,
                 )
-            return SaveTarget(found.following, found.base)
+            return SaveTarget(choice.following, choice.base)
     if removed is not None:
         raise ConflictError(
             f"run {run}: step {step} cannot be saved, because retention removed its parent step: {removed.message}",
@@ -163,10 +163,10 @@ def place(
     )
 
 
-def _find_place(store: Store, run: str, step: int, state: WriterState) -> _Found:
+def _choose_timeline(store: Store, run: str, step: int, state: WriterState) -> _Choice:
     head = timeline.newest(store, run)
     if head is None:
-        return _Found(0, 1, None, None)
+        return _Choice(0, 1, None, None)
     # the opener may be closed; a writer that has saved in the timeline continues there until a newer one is opened
     is_own = head.timeline == state.timeline or head.writer == state.writer or head.writer in _of_this_job
     if not is_own and (last := state.timeline or (_last_of_this_job(store, run) if state.handed_on else 0)):
@@ -179,22 +179,22 @@ def _find_place(store: Store, run: str, step: int, state: WriterState) -> _Found
     latest = next(steps, None)
     following = head.timeline + 1
     if latest is None:
-        return _Found(head.timeline if is_own and restored is None else 0, following, restored, restored)
+        return _Choice(head.timeline if is_own and restored is None else 0, following, restored, restored)
     if not is_own and state.was_latest and restored is not None and not _is_in(branch, restored):
-        return _Found(0, following, restored, restored)  # another trainer went back before the restored step meanwhile
+        return _Choice(0, following, restored, restored)  # another trainer has gone back before this step
     if step > latest.step:
-        return _Found(head.timeline if is_own else 0, following, latest, latest)
+        return _Choice(head.timeline if is_own else 0, following, latest, latest)
     if is_own and restored is None:
         if not timeline.is_decided(store, run, head.timeline, step):
-            return _Found(head.timeline, following, None, latest, latest)
+            return _Choice(head.timeline, following, None, latest, latest)
         if not state.again:
             raise _saved(run, head.timeline, step)
     elif restored is None and state.may_start_fresh:
-        return _Found(0, following, None, latest)
+        return _Choice(0, following, None, latest)
     if restored is not None and (restored.step >= step or not _is_in(branch, restored)):
-        return _Found(0, following, restored, restored)
+        return _Choice(0, following, restored, restored)
     before = next((base for base in itertools.chain((latest,), steps) if base.step < step), restored)
-    return _Found(0, following, before, before or latest)
+    return _Choice(0, following, before, before or latest)
 
 
 def _last_of_this_job(store: Store, run: str) -> int:

@@ -69,11 +69,11 @@ def _look(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 
 def _chunks(saved: Saved) -> list[tuple[object, ...]]:
-    found = []
+    shards = []
     for manifest, tensor in saved.shards:
         spans = tuple((manifest.chunks[span.chunk].digest, span.start, span.length) for span in tensor.spans)
-        found.append((tensor.offset, tensor.local, spans))
-    return sorted(found)
+        shards.append((tensor.offset, tensor.local, spans))
+    return sorted(shards)
 
 
 def _compare(store: Store, step: Step, group: Sequence[Target]) -> None:
@@ -84,15 +84,15 @@ def _compare(store: Store, step: Step, group: Sequence[Target]) -> None:
     read = [empty(target.tensor.dtype, tuple(target.tensor.shape)) for target in group]
     with torch.no_grad():
         wants = (
-            Want(t.saved, t.box, TensorSink(own, getattr(torch, t.saved.dtype)))
-            for t, own in zip(group, read, strict=True)
+            Want(t.saved, t.box, TensorSink(piece, getattr(torch, t.saved.dtype)))
+            for t, piece in zip(group, read, strict=True)
         )
         chunk_reader.read(store, step, list(wants))
         places = [_place(memory, target.tensor, start) for target in group]
-        for place, own in zip(places, read, strict=True):
-            _bits(place).copy_(_bits(own))
-        for target, place, own in zip(group, places, read, strict=True):
-            if not torch.equal(_bits(place), _bits(own)):
+        for place, piece in zip(places, read, strict=True):
+            _bits(place).copy_(_bits(piece))
+        for target, place, piece in zip(group, places, read, strict=True):
+            if not torch.equal(_bits(place), _bits(piece)):
                 raise _different(target, group)
 
 

@@ -61,10 +61,10 @@ _decoder = msgspec.msgpack.Decoder(list[bytes])
 
 def find_routes(needed: Sequence[Iterable[tuple[str, Chunk]]], ranks: Exchange) -> list[Routes]:
     """The routes of these chunks, for each of the given sets. All ranks call it, with the same number of sets."""
-    asked = [_by_home(each, ranks.world_size) for each in needed]
-    homes = {home for each in asked for home in each}
+    chunks_by_home = [_by_home(each, ranks.world_size) for each in needed]
+    homes = {home for each in chunks_by_home for home in each}
     messages = {
-        home: msgspec.msgpack.encode([b"".join(name for name, _, _ in each.get(home, ())) for each in asked])
+        home: msgspec.msgpack.encode([b"".join(name for name, _, _ in each.get(home, ())) for each in chunks_by_home])
         for home in homes
     }
     received = {sender: _decoder.decode(data) for sender, data in ranks.all_to_all(messages).items()}
@@ -76,7 +76,8 @@ def find_routes(needed: Sequence[Iterable[tuple[str, Chunk]]], ranks: Exchange) 
     replies = ranks.all_to_all({sender: msgspec.msgpack.encode(parts) for sender, parts in answers.items()})
     decoded = {home: _decoder.decode(data) for home, data in replies.items()}
     return [
-        _routes(each, {home: parts[number] for home, parts in decoded.items()}) for number, each in enumerate(asked)
+        _routes(each, {home: parts[number] for home, parts in decoded.items()})
+        for number, each in enumerate(chunks_by_home)
     ]
 
 
@@ -91,11 +92,11 @@ def routes_among(tables: Sequence[bytes], needed: Sequence[Iterable[tuple[str, C
     Every rank does the work of a home for all chunks.
     """
     parts = [_decoder.decode(table) for table in tables]
-    found = []
-    for number, each in enumerate(needed):
+    all_routes = []
+    for number, chunks in enumerate(needed):
         answers = assign_routes({sender: its[number] for sender, its in enumerate(parts)})
-        found.append(_routes(_by_home(each, 1), {0: answers[rank]}))
-    return found
+        all_routes.append(_routes(_by_home(chunks, 1), {0: answers[rank]}))
+    return all_routes
 
 
 def are_shared(tables: Sequence[bytes]) -> tuple[bool, ...]:
@@ -110,22 +111,21 @@ def assign_routes(needs: Mapping[int, bytes]) -> dict[int, bytes]:
 
     Of the ranks that need a chunk, the one with the fewest bytes to read so far reads it.
     """
-    given = {rank: list(_ID.iter_unpack(data)) for rank, data in needs.items()}
+    ids = {rank: list(_ID.iter_unpack(data)) for rank, data in needs.items()}
     holders: dict[bytes, list[int]] = defaultdict(list)
-    for rank in sorted(given):
-        for name, _ in given[rank]:
+    for rank in sorted(ids):
+        for name, _ in ids[rank]:
             holders[name].append(rank)
     load: dict[int, int] = defaultdict(int)
     steps: dict[bytes, dict[int, bytes]] = {}
-    sizes = {name: size for each in given.values() for name, size in each}
+    sizes = {name: size for each in ids.values() for name, size in each}
     for name in sorted(name for name, ranks in holders.items() if len(ranks) > 1):
         order = _in_tree_order(holders[name], int.from_bytes(name[8:], "little"), load)
         load[order[0]] += sizes[name]
         steps[name] = {rank: _step(order, at) for at, rank in enumerate(order)}
     alone = _STEP.pack(_ALONE, _NONE, _NONE)
     return {
-        rank: b"".join(steps[name][rank] if name in steps else alone for name, _ in each)
-        for rank, each in given.items()
+        rank: b"".join(steps[name][rank] if name in steps else alone for name, _ in each) for rank, each in ids.items()
     }
 
 
@@ -138,24 +138,24 @@ def _in_tree_order(ranks: Sequence[int], turn: int, load: Mapping[int, int]) -> 
 
 def _step(order: Sequence[int], at: int) -> bytes:
     parent = order[(at - 1) // 2] if at else _NONE
-    left, right = (order[i] if i < len(order) else _NONE for i in (2 * at + 1, 2 * at + 2))
-    return _STEP.pack(parent, left, right)
+    first_child, second_child = (order[i] if i < len(order) else _NONE for i in (2 * at + 1, 2 * at + 2))
+    return _STEP.pack(parent, first_child, second_child)
 
 
 def _by_home(needed: Iterable[tuple[str, Chunk]], world_size: int) -> dict[int, list[tuple[bytes, Place, Chunk]]]:
-    found: dict[int, list[tuple[bytes, Place, Chunk]]] = defaultdict(list)
+    by_home: dict[int, list[tuple[bytes, Place, Chunk]]] = defaultdict(list)
     for key, chunk in needed:
         name = xxhash.xxh3_128_digest(f"{key}\0{chunk.offset}".encode())
         home = int.from_bytes(name[:8], "little") % world_size
-        found[home].append((_ID.pack(name, chunk.raw), (key, chunk.offset), chunk))
-    return found
+        by_home[home].append((_ID.pack(name, chunk.raw), (key, chunk.offset), chunk))
+    return by_home
 
 
-def _routes(asked: Mapping[int, Sequence[tuple[bytes, Place, Chunk]]], answers: Mapping[int, bytes]) -> Routes:
-    found: Routes = {}
-    for home, its in asked.items():
+def _routes(chunks_by_home: Mapping[int, Sequence[tuple[bytes, Place, Chunk]]], answers: Mapping[int, bytes]) -> Routes:
+    routes: Routes = {}
+    for home, its in chunks_by_home.items():
         for (_, place, chunk), (parent, *children) in zip(its, _STEP.iter_unpack(answers[home]), strict=True):
             if parent != _ALONE:
                 sent_to = tuple(rank for rank in children if rank != _NONE)
-                found[place] = Route(chunk, None if parent == _NONE else parent, sent_to)
-    return dict(sorted(found.items()))
+                routes[place] = Route(chunk, None if parent == _NONE else parent, sent_to)
+    return dict(sorted(routes.items()))

@@ -144,19 +144,21 @@ def tensors_of(step: Step, rank: int) -> dict[str, Saved]:
 
     If the step was saved by fewer ranks, a rank beyond them sees the rank-local tensors of rank 0.
     """
-    own = step.manifests[rank if rank < len(step.manifests) else 0]
+    own_manifest = step.manifests[rank if rank < len(step.manifests) else 0]
     shared: dict[str, list[tuple[Rows, Tensor]]] = defaultdict(list)
     for manifest in step.manifests:
         for tensor in manifest.tensors:
             if tensor.replicated:
                 shared[tensor.name].append((manifest, tensor))
-    found = {name: Saved(name, ts[0][1].dtype, ts[0][1].shape, tuple(ts)) for name, ts in shared.items()}
-    return found | own_tensors(own)
+    replicated = {name: Saved(name, ts[0][1].dtype, ts[0][1].shape, tuple(ts)) for name, ts in shared.items()}
+    return replicated | own_tensors(own_manifest)
 
 
-def own_tensors(own: Manifest, alone: bool = False) -> dict[str, Saved]:
+def own_tensors(manifest: Manifest, alone: bool = False) -> dict[str, Saved]:
     """The rank-local tensors of a manifest, by name. `alone`: no other rank reads them."""
-    return {t.name: Saved(t.name, t.dtype, t.shape, ((own, t),), alone) for t in own.tensors if not t.replicated}
+    return {
+        t.name: Saved(t.name, t.dtype, t.shape, ((manifest, t),), alone) for t in manifest.tensors if not t.replicated
+    }
 
 
 class StepLease(contextlib.AbstractContextManager[None]):
@@ -235,20 +237,22 @@ def read(store: Store, step: Step, wants: Sequence[Want]) -> None:
 
 def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, ChunkUse]]:
     """Every chunk that holds requested bytes, with the key of its pack."""
-    item, held = chunking.ITEM_BYTES[want.saved.dtype], 0
+    item, common_elements = chunking.ITEM_BYTES[want.saved.dtype], 0
     for manifest, tensor in want.saved.shards:
         box = tensor.box
         if not (common := box.common(want.box)):
             continue
-        held += common
+        common_elements += common
         at = 0
         for span in tensor.spans:
             if box == want.box or sharding.overlaps(box, want.box, item, at, span.length):
                 chunk = manifest.chunks[span.chunk]
                 yield manifest.packs[chunk.pack].key, chunk, ChunkUse(number, box, at, span.start, span.length)
             at += span.length
-    if held != (wanted := math.prod(want.box.local)):
-        raise CorruptionError(f"tensor {want.name!r:.200}: its shards hold {held} of the {wanted} elements to read")
+    if common_elements != (elements := math.prod(want.box.local)):
+        raise CorruptionError(
+            f"tensor {want.name!r:.200}: its shards hold {common_elements} of the {elements} elements to read"
+        )
 
 
 class ChunkReader:
@@ -281,34 +285,34 @@ class ChunkReader:
 
     def fetch(self, store: Store, chunks: Iterable[tuple[str, NeededChunk]], workers: int = fetch.THREADS) -> None:
         """Read these chunks and copy them into the sinks."""
-        rest = store.read_directly(self, chunks) if isinstance(store, ReadsDirectly) else chunks
-        fetch.fetch(store, self.batches(rest), self.use, self.direct_memory, workers)
+        remaining = store.read_directly(self, chunks) if isinstance(store, ReadsDirectly) else chunks
+        fetch.fetch(store, self.batches(remaining), self.use, self.direct_memory, workers)
 
-    def direct_memory(self, pack: str, wanted: NeededChunk) -> memoryview | None:
+    def direct_memory(self, pack: str, needed: NeededChunk) -> memoryview | None:
         """The memory to read a chunk into directly, if one use takes the whole chunk contiguously. Otherwise None."""
-        for use in wanted.uses:
+        for use in needed.uses:
             want, item = self.wants[use.want], chunking.ITEM_BYTES[self.wants[use.want].saved.dtype]
-            if use.start == 0 and use.length == wanted.raw:
+            if use.start == 0 and use.length == needed.raw:
                 at = sharding.offset_in(use.shard, want.box, item, use.at, use.length)
                 if at is not None:
-                    wanted.direct = use
+                    needed.direct = use
                     return self._target(use.want)[at : at + use.length]
         return None
 
-    def use(self, pack: str, wanted: NeededChunk, payload: memoryview | None) -> None:
+    def use(self, pack: str, needed: NeededChunk, payload: memoryview | None) -> None:
         """Copy a chunk's bytes to its uses, except the use into whose memory it was read.
 
         `payload` is None for a damaged chunk.
         """
         if payload is None:
-            if (damaged_part := self.direct_memory(pack, wanted) if wanted.direct else None) is not None:
+            if (damaged_part := self.direct_memory(pack, needed) if needed.direct else None) is not None:
                 damaged_part[:] = bytes(len(damaged_part))
-            raise self.damaged(pack, wanted)
-        for use in wanted.uses:
-            if use is not wanted.direct:
+            raise self.damaged(pack, needed)
+        for use in needed.uses:
+            if use is not needed.direct:
                 self.put(use, payload)
-        if wanted.direct is not None:
-            self.done(wanted.direct.want)  # last: the other uses are copied from there
+        if needed.direct is not None:
+            self.done(needed.direct.want)  # last: the other uses are copied from there
 
     def remaining(self, want: int) -> int:
         """The number of chunk uses that a request still waits for."""
@@ -337,12 +341,12 @@ class ChunkReader:
             self._open.pop(want, None)
         self.wants[want].sink.close()
 
-    def damaged(self, pack: str, wanted: NeededChunk) -> CorruptionError:
+    def damaged(self, pack: str, needed: NeededChunk) -> CorruptionError:
         """The error for a damaged chunk."""
-        base, names_hit = self._step.base, sorted({self.wants[use.want].name for use in wanted.uses})
+        base, names_hit = self._step.base, sorted({self.wants[use.want].name for use in needed.uses})
         more = f" and {len(names_hit) - 1} more" if len(names_hit) > 1 else ""
         return CorruptionError(
             f"step {base.step} of run {self._step.run} is damaged: tensor {names_hit[0]!r:.200}{more}, "
-            f"{wanted.stored} bytes at offset {wanted.offset} of {pack}",
+            f"{needed.stored} bytes at offset {needed.offset} of {pack}",
             hint="restore an earlier step; `headrace ckpt check` lists what else is damaged",
         )

@@ -48,17 +48,17 @@ class Messages(Protocol):
 
 def rounds(routes: Routes) -> Iterator[list[Place]]:
     """The places of these chunks, in order, in rounds of at most `ROUND_BYTES`."""
-    taken: list[Place] = []
-    held = 0
+    places: list[Place] = []
+    size_of_round = 0
     for place in sorted(routes):
         size = routes[place].chunk.raw
-        if taken and held + size > ROUND_BYTES:
-            yield taken
-            taken, held = [], 0
-        taken.append(place)
-        held += size
-    if taken:
-        yield taken
+        if places and size_of_round + size > ROUND_BYTES:
+            yield places
+            places, size_of_round = [], 0
+        places.append(place)
+        size_of_round += size
+    if places:
+        yield places
 
 
 class ChunkRelay:
@@ -112,8 +112,8 @@ class ChunkRelay:
             memory_of(message)[: chunk.raw] = payload or b""
             payloads[key, chunk.offset] = message
 
-        own = [(place[0], self._chunks[place]) for place in places]
-        fetch.fetch(self._store, self._reading.batches(own), keep, workers=self._workers)
+        chunks = [(place[0], self._chunks[place]) for place in places]
+        fetch.fetch(self._store, self._reading.batches(chunks), keep, workers=self._workers)
 
     def _use(self, place: Place, message: torch.Tensor) -> None:
         chunk, payload = self._chunks[place], memory_of(message)

@@ -85,8 +85,8 @@ def readers_of(manifest: int, saved: int, ranks: int) -> list[int]:
 
 def manifests_of(rank: int, saved: int, ranks: int) -> list[int]:
     """The manifests that a rank reads, its own first: that of the same rank, or of rank 0 if there is none."""
-    own = rank if rank < saved else 0
-    return [own, *(number for number in range(rank, saved, ranks) if number != own)]
+    first = rank if rank < saved else 0
+    return [first, *(number for number in range(rank, saved, ranks) if number != first)]
 
 
 def open_divided(store: Store, sealed: Sealed, ranks: Exchange) -> DividedStep:
@@ -117,31 +117,33 @@ class DividedStep:
 
     def types(self, names: Sequence[str]) -> dict[str, TensorType]:
         """The types and shapes of these tensors. A tensor that the step does not hold is left out."""
-        found = {t.name: (t.dtype, t.shape) for t in self.own.tensors}
-        asked = tensor_homes.names_by_home(dict.fromkeys(n for n in names if n not in found), self._ranks.world_size)
-        answers = self._asked(tensor_homes.encode_names(asked), self._home.shapes)
+        types_by_name = {t.name: (t.dtype, t.shape) for t in self.own.tensors}
+        names_by_home = tensor_homes.names_by_home(
+            dict.fromkeys(n for n in names if n not in types_by_name), self._ranks.world_size
+        )
+        answers = self._ask(tensor_homes.encode_names(names_by_home), self._home.shapes)
         with self._ranks.agreed():
-            for home, its in asked.items():
+            for home, its in names_by_home.items():
                 types = tensor_homes.decode_types(answers[home])
-                found |= {name: type_ for name, type_ in zip(its, types, strict=True) if type_ is not None}
-        return found
+                types_by_name |= {name: type_ for name, type_ in zip(its, types, strict=True) if type_ is not None}
+        return types_by_name
 
     def tensors(self, types: Mapping[str, TensorType], boxes: Mapping[str, Sequence[Box]]) -> dict[str, Saved]:
         """The tensors with these names, each with the shards that overlap its boxes."""
         shared = {name: its for name, its in boxes.items() if name not in self._local}
-        asked = tensor_homes.names_by_home(shared, self._ranks.world_size)
-        answers = self._asked(tensor_homes.encode_requests(asked, shared), self._home.shards)
+        names_by_home = tensor_homes.names_by_home(shared, self._ranks.world_size)
+        answers = self._ask(tensor_homes.encode_requests(names_by_home, shared), self._home.shards)
         with self._ranks.agreed():
             places: dict[str, Answer] = {}
-            for home, its in asked.items():
+            for home, its in names_by_home.items():
                 places |= zip(its, tensor_homes.decode_answers(answers[home]), strict=True)
             rows = _Rows(self._manifests, places)
-        received = self._asked(rows.requests(self._ranks.world_size), self._excerpts)
+        received = self._ask(rows.requests(self._ranks.world_size), self._excerpts)
         with self._ranks.agreed(alike=OF_ALL_RANKS):
             rows.add(received, self._ranks.world_size)
             return self._local | {name: rows.tensor(name, types[name]) for name in shared}
 
-    def _asked(self, messages: dict[int, bytes], answer: _Answering) -> dict[int, bytes]:
+    def _ask(self, messages: dict[int, bytes], answer: _Answering) -> dict[int, bytes]:
         """Send messages, answer those that this rank receives, and return the answers to its own, by rank."""
         received = self._ranks.all_to_all(messages)
         with self._ranks.agreed():
@@ -153,9 +155,9 @@ class DividedStep:
         encoded: dict[bytes, bytes] = {}
         for data in received.values():
             if data not in encoded:
-                asked = _rows_decoder.decode(data)
+                requested = _rows_decoder.decode(data)
                 encoded[data] = excerpt.encode(
-                    [excerpt.excerpt(self._manifests[number], rows) for number, rows in asked]
+                    [excerpt.excerpt(self._manifests[number], rows) for number, rows in requested]
                 )
         return {sender: encoded[data] for sender, data in received.items()}
 
@@ -165,14 +167,14 @@ class _Rows:
 
     def __init__(self, manifests: Mapping[int, Manifest], answers: Mapping[str, Answer]) -> None:
         self._answers = answers
-        self._found: dict[tuple[int, int], tuple[Rows, Tensor]] = {}
-        self._asked: dict[int, list[int]] = defaultdict(list)
+        self._rows: dict[tuple[int, int], tuple[Rows, Tensor]] = {}
+        self._missing: dict[int, list[int]] = defaultdict(list)
         for place in dict.fromkeys(place for answer in answers.values() for place in answer.shards):
             number, row = place
             if number in manifests:
-                self._found[place] = manifests[number], manifests[number].tensors[row]
+                self._rows[place] = manifests[number], manifests[number].tensors[row]
             else:
-                self._asked[number].append(row)
+                self._missing[number].append(row)
 
     def requests(self, world_size: int) -> dict[int, bytes]:
         """The messages that ask for rows, by the rank that has read their manifest."""
@@ -180,55 +182,57 @@ class _Rows:
 
     def add(self, received: Mapping[int, bytes], world_size: int) -> None:
         """Add the rows that the other ranks sent."""
-        for reader, asked in self._by_reader(world_size).items():
-            for (number, numbers), part in zip(asked, excerpt.decode(received[reader], reader), strict=True):
+        for reader, requested in self._by_reader(world_size).items():
+            for (number, numbers), part in zip(requested, excerpt.decode(received[reader], reader), strict=True):
                 for row, tensor in zip(numbers, part.tensors, strict=True):
-                    self._found[number, row] = part, tensor
+                    self._rows[number, row] = part, tensor
 
     def tensor(self, name: str, type_: TensorType) -> Saved:
         """A tensor with the shards that its home named. Each must be a shard of this tensor."""
         answer = self._answers[name]
-        shards = tuple(self._found[place] for place in answer.shards)
+        shards = tuple(self._rows[place] for place in answer.shards)
         if any((t.name, t.dtype, t.shape, t.replicated) != (name, *type_, True) for _, t in shards):
             raise CorruptionError(f"the ranks do not agree about the shards of tensor {name!r:.200}")
         return Saved(name, *type_, shards, answer.alone)
 
     def _by_reader(self, world_size: int) -> dict[int, list[tuple[int, list[int]]]]:
-        found: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
-        for number, rows in self._asked.items():
-            found[number % world_size].append((number, rows))
-        return found
+        by_reader: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+        for number, rows in self._missing.items():
+            by_reader[number % world_size].append((number, rows))
+        return by_reader
 
 
 def _members(store: Store, sealed: Sealed, ranks: Exchange) -> dict[int, _Member]:
     """What the groups say of the manifests that this rank reads. Rank 0 also compares them with the plan."""
     saved = sealed.attempt.world_size
     with ranks.agreed(alike=OF_ALL_RANKS):
-        own = range(ranks.rank, len(sealed.groups), ranks.world_size)
-        found = list(fetch.read_groups(store, sealed, own))
+        indexes = range(ranks.rank, len(sealed.groups), ranks.world_size)
+        groups_read = list(fetch.read_groups(store, sealed, indexes))
         messages: dict[int, _FromGroups] = defaultdict(_FromGroups)
-        for each in found:
-            messages[0].shares.append(_GroupShares(each.first, each.plan, [m.share for m in each.members]))
-            for rank, member in zip(each.ranks, each.members, strict=True):
+        for group_read in groups_read:
+            messages[0].shares.append(
+                _GroupShares(group_read.first, group_read.plan, [m.share for m in group_read.members])
+            )
+            for rank, member in zip(group_read.ranks, group_read.members, strict=True):
                 for reader in readers_of(rank, saved, ranks.world_size):
-                    messages[reader].members.append(_Member(rank, member.manifest, member.share, each.plan))
+                    messages[reader].members.append(_Member(rank, member.manifest, member.share, group_read.plan))
         sent = {reader: msgspec.msgpack.encode(message) for reader, message in messages.items()}
     received = ranks.all_to_all(sent)
     with ranks.agreed(alike=OF_ALL_RANKS):
-        given = [_from_groups_decoder.decode(data) for data in received.values()]
+        parts = [_from_groups_decoder.decode(data) for data in received.values()]
         if ranks.rank == 0:
-            _check_plan(sealed, sorted((each for part in given for each in part.shares), key=lambda each: each.first))
-    return {member.rank: member for part in given for member in part.members}
+            _check_plan(sealed, sorted((each for part in parts for each in part.shares), key=lambda each: each.first))
+    return {member.rank: member for part in parts for member in part.members}
 
 
-def _check_plan(sealed: Sealed, found: Sequence[_GroupShares]) -> None:
+def _check_plan(sealed: Sealed, group_shares: Sequence[_GroupShares]) -> None:
     """Check that the groups hold every rank once, and that their shares are those of the plan."""
     shares: list[bytes] = []
-    for each in found:
-        if each.first != len(shares) or each.plan != found[0].plan:
+    for group_share in group_shares:
+        if group_share.first != len(shares) or group_share.plan != group_shares[0].plan:
             raise CorruptionError(f"{sealed.attempt.decision_key}: its groups do not belong together")
-        shares += each.shares
-    if len(shares) != sealed.attempt.world_size or group.plan_digest(shares) != found[0].plan:
+        shares += group_share.shares
+    if len(shares) != sealed.attempt.world_size or group.plan_digest(shares) != group_shares[0].plan:
         raise CorruptionError(f"{sealed.attempt.decision_key}: its groups do not hold what the ranks planned to save")
 
 
@@ -240,14 +244,14 @@ def _read(store: Store, sealed: Sealed, members: Mapping[int, _Member], ranks: E
         if sealed.groups and number not in members:
             raise fetch.missing_digest(sealed, number)
         digests[number] = members[number].manifest if sealed.groups else sealed.digests[number]
-    found: dict[int, Manifest] = {}
+    by_number: dict[int, Manifest] = {}
     for number, manifest in zip(digests, fetch.read_manifests(store, sealed, digests), strict=True):
         if manifest.world_size != saved:
             raise fetch.other_world(sealed, manifest)
         if number in members:
             _check_share(sealed, manifest, members[number])
-        found[number] = manifest
-    return found
+        by_number[number] = manifest
+    return by_number
 
 
 def _check_share(sealed: Sealed, manifest: Manifest, member: _Member) -> None:

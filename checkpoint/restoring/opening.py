@@ -66,7 +66,7 @@ def open_found(
     first, error, joined = None, None, b""
     try:
         if ranks.rank == 0 and (opened := find()) is not None:
-            first, joined = _first(*opened)
+            first, joined = _first_message(*opened)
     except Exception as caught:  # of any type: the other ranks must receive it
         error = caught
     message = ranks.agree(number, msgspec.msgpack.encode(first), error, OF_ALL_RANKS)
@@ -74,18 +74,18 @@ def open_found(
     if received is None:
         return None
     joined = received.digests or ranks.maximum(joined or bytes(received.count * DIGEST_BYTES))
-    return received.found, _sealed(run, received, joined)
+    return received.found, _decision_from(run, received, joined)
 
 
 def read_decision(store: Store, run: str, base: Base) -> Sealed:
     """Read the decision, and check its digests, because the ranks exchange them as bytes of this length."""
-    found = fetch.sealed(store, run, base)
-    if any(len(each) != DIGEST_BYTES for each in (*found.digests, *found.groups)):
-        raise CorruptionError(f"{found.attempt.decision_key} names digests of another length")
-    return found
+    decision = fetch.sealed(store, run, base)
+    if any(len(each) != DIGEST_BYTES for each in (*decision.digests, *decision.groups)):
+        raise CorruptionError(f"{decision.attempt.decision_key} names digests of another length")
+    return decision
 
 
-def _first(found: Found, sealed: Sealed) -> tuple[_First, bytes]:
+def _first_message(found: Found, sealed: Sealed) -> tuple[_First, bytes]:
     named = sealed.groups or sealed.digests
     joined = b"".join(named)
     inside = joined if len(joined) <= _IN_FIRST_MESSAGE else b""
@@ -93,7 +93,7 @@ def _first(found: Found, sealed: Sealed) -> tuple[_First, bytes]:
     return _First(found, world_size, sealed.group_ranks, bool(sealed.groups), len(named), inside), joined
 
 
-def _sealed(run: str, first: _First, joined: bytes) -> Sealed:
+def _decision_from(run: str, first: _First, joined: bytes) -> Sealed:
     base = first.found.base
     digests = tuple(joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES))
     attempt = Attempt(run, base.timeline, base.step, base.attempt, first.world_size)

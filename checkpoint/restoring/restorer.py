@@ -70,17 +70,17 @@ class Fitted:
     in_place: ChunkReader
 
 
-def fitted(given: dict[str, Any], opened: Step, rank: int, selection: Selection) -> Fitted:
-    """Compare the selected part of `given` with the step as this rank sees it. The ranks do not communicate."""
+def fitted(state: dict[str, Any], opened: Step, rank: int, selection: Selection) -> Fitted:
+    """Compare the selected part of `state` with the step as this rank sees it. The ranks do not communicate."""
     rank = rank if rank < len(opened.manifests) else 0
     saved = chunk_reader.tensors_of(opened, rank)
     types = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
-    todo = fit.fit(given, _document(opened.manifests[rank]), types, selection)
+    todo = fit.fit(state, _document(opened.manifests[rank]), types, selection)
     return _fitted(opened, todo, saved)
 
 
 def fitted_in_parts(
-    given: dict[str, Any], sealed: Sealed, opened: DividedStep, ranks: Exchange, selection: Selection
+    state: dict[str, Any], sealed: Sealed, opened: DividedStep, ranks: Exchange, selection: Selection
 ) -> Callable[[], Fitted]:
     """As `fitted`, for a step whose manifests the ranks divided. All ranks call it.
 
@@ -92,22 +92,22 @@ def fitted_in_parts(
     types = opened.types(named)
     boxes: dict[str, dict[Box, None]] = defaultdict(dict)
     with ranks.agreed():
-        todo = fit.fit(given, document, types, selection)
-        for name, _, seen in (*_described(todo.fresh), *todo.in_place):
-            boxes[name][seen.box] = None
+        todo = fit.fit(state, document, types, selection)
+        for name, _, local in (*_described(todo.fresh), *todo.in_place):
+            boxes[name][local.box] = None
     saved = opened.tensors(types, {name: list(its) for name, its in boxes.items()})
     return lambda: _fitted(Step(sealed.run, sealed.base, ()), todo, saved)
 
 
-def _document(own: Manifest) -> object:
+def _document(manifest: Manifest) -> object:
     """The document in the manifest of a rank."""
-    found = tree.decode(own.tree)
-    if isinstance(found, dict) and found.get("by") == DCP_MARK:
+    document = tree.decode(manifest.tree)
+    if isinstance(document, dict) and document.get("by") == DCP_MARK:
         raise MismatchError(
-            f"step {own.step} was saved through torch.distributed.checkpoint",
+            f"step {manifest.step} was saved through torch.distributed.checkpoint",
             hint="load it with dcp.load(state, storage_reader=RepositoryReader(...))",
         )
-    return found
+    return document
 
 
 def _fitted(step: Step, todo: Fit, saved: Mapping[str, Saved]) -> Fitted:
@@ -134,9 +134,9 @@ def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
                 for action in (*todo.checks, *todo.early):
                     action()
                 if first:  # an object that loaded its state may have moved its tensors
-                    again = _described((name, tensor) for name, tensor, _ in todo.in_place)
-                    in_place = ChunkReader(work.step, _wants(again, work.saved))
-        tensors.settle(tensor.device for _, tensor, _ in todo.in_place)
+                    moved = _described((name, tensor) for name, tensor, _ in todo.in_place)
+                    in_place = ChunkReader(work.step, _wants(moved, work.saved))
+        tensors.synchronize(tensor.device for _, tensor, _ in todo.in_place)
         pending = shared_reads.read(store, in_place, 1, common, ranks)
         with ranks.agreed():
             pending.raise_kept()
@@ -144,18 +144,18 @@ def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
                 action()
 
 
-def _described(given: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, LocalTensor]]:
-    return [(name, tensor, tensors.describe(tensor, name)) for name, tensor in given]
+def _described(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, LocalTensor]]:
+    return [(name, tensor, tensors.describe(tensor, name)) for name, tensor in pairs]
 
 
 def _wants(targets: Iterable[tuple[str, Any, LocalTensor]], saved: Mapping[str, Saved]) -> list[Want]:
     """One request for each distinct piece of memory. Tied tensors are read once."""
     wants: dict[Any, Want] = {}
-    for number, (name, _, seen) in enumerate(targets):
-        key = (name, seen.memory, seen.box) if seen.memory is not None else number
+    for number, (name, _, local) in enumerate(targets):
+        key = (name, local.memory, local.box) if local.memory is not None else number
         if key not in wants:
-            sink = TensorSink(seen.tensor, getattr(torch, saved[name].dtype))
-            wants[key] = Want(saved[name], seen.box, sink)
+            sink = TensorSink(local.tensor, getattr(torch, saved[name].dtype))
+            wants[key] = Want(saved[name], local.box, sink)
     return list(wants.values())
 
 
@@ -181,8 +181,8 @@ class Restorer:
         `prepare` is called first and returns the selection. If it raises on any rank, all ranks raise. The result is
         the step that was restored. If the run has no step, the result is None, unless a step is `required`.
         """
-        asked = step.step if isinstance(step, Base) else step
-        number = asked if isinstance(asked, int) and 0 <= asked < names.STEP_LIMIT else 0
+        requested = step.step if isinstance(step, Base) else step
+        number = requested if isinstance(requested, int) and 0 <= requested < names.STEP_LIMIT else 0
         with contextlib.ExitStack() as stack:
             with self._ranks.agreed(number):
                 selection = prepare()
@@ -217,17 +217,17 @@ class Restorer:
         """The work of rank 0: find the step, lease it, and read its decision."""
 
         def find() -> tuple[Found, Sealed] | None:
-            found = self._lineage.find(run, step, tier)
-            if found is None:
+            step_found = self._lineage.find(run, step, tier)
+            if step_found is None:
                 if required:
                     raise repository.missing(self._store, run)
                 repository.warn_of_mistakes(self._store, run)
                 return None
-            if found.offline:
-                log_offline(run, found.base)
+            if step_found.offline:
+                log_offline(run, step_found.base)
             else:
-                stack.enter_context(StepLease(reader, run, found.base))
-            return found, read_decision(reader, run, found.base)
+                stack.enter_context(StepLease(reader, run, step_found.base))
+            return step_found, read_decision(reader, run, step_found.base)
 
         return find
 

@@ -52,15 +52,15 @@ class LazyTensor:
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Index like a tensor. Integers and slices read only their part. Any other index reads the whole tensor."""
-        given = index if isinstance(index, tuple) else (index,)
-        if not all(isinstance(i, (int, slice)) and not isinstance(i, bool) for i in given) or len(given) > len(
+        indices = index if isinstance(index, tuple) else (index,)
+        if not all(isinstance(i, (int, slice)) and not isinstance(i, bool) for i in indices) or len(indices) > len(
             self.shape
         ):
             return self.read()[index]
-        ranges = [_range(i, n) for i, n in zip(given, self.shape, strict=False)]
-        ranges += [range(n) for n in self.shape[len(given) :]]
+        ranges = [_range(i, n) for i, n in zip(indices, self.shape, strict=False)]
+        ranges += [range(n) for n in self.shape[len(indices) :]]
         box = Box(tuple(self.shape), tuple(r.start if r else 0 for r in ranges), tuple(map(_extent, ranges)))
-        inside = [0 if isinstance(i, int) else slice(None, None, i.step) for i in given]
+        inside = [0 if isinstance(i, int) else slice(None, None, i.step) for i in indices]
         return self._read(box)[tuple(inside)]
 
     def __repr__(self) -> str:
@@ -110,8 +110,8 @@ class SavedStep(Mapping[str, Any]):
     def __getitem__(self, path: str) -> Any:
         if path not in self._entries:
             raise NotFoundError(f"step {self.step} has no entry {path!r:.200}", hint="list(saved) names all entries")
-        found = self._entries[path]
-        return LazyTensor(self, found) if isinstance(found, Saved) else plain(found, path)
+        entry = self._entries[path]
+        return LazyTensor(self, entry) if isinstance(entry, Saved) else plain(entry, path)
 
     def __contains__(self, path: object) -> bool:
         return path in self._entries
@@ -133,11 +133,11 @@ class SavedStep(Mapping[str, Any]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _read(self, saved: Saved, box: Box, made: torch.Tensor) -> torch.Tensor:
+    def _read(self, saved: Saved, box: Box, target: torch.Tensor) -> torch.Tensor:
         if self._closed:
             raise UsageError(f"step {self.step} was closed", hint="read tensors inside the `with`")
-        chunk_reader.read(self._store, self._opened, [Want(saved, box, TensorSink(made))])
-        return made
+        chunk_reader.read(self._store, self._opened, [Want(saved, box, TensorSink(target))])
+        return target
 
 
 def read(
@@ -181,8 +181,8 @@ def read(
         if base is None:
             raise repository.missing(store, run)
         opened = stack.enter_context(chunk_reader.LeasedStep(store, run, base))
-        found = SavedStep(store, opened, rank)
-        return found.keep(stack.pop_all())
+        saved_step = SavedStep(store, opened, rank)
+        return saved_step.keep(stack.pop_all())
 
 
 def _named(saved: Mapping[str, Saved], name: str) -> Saved:

@@ -10,7 +10,7 @@ A directory counts as the node's own only if the kernel reports a file system fo
 
 Invariants:
 
-- Those of `chunk_reader.read` hold. The digest of a chunk that another rank sent is checked again.
+- The invariants of `chunk_reader.read`. The digest of a chunk that another rank sent is checked again.
 - Every rank takes part in every exchange, even a rank that has failed. So no rank waits for a rank that raised.
 - Each rank learns only about the chunks that it needs itself (`headrace.checkpoint.restoring.chunk_homes`).
 - All ranks of a node, and no others, have the same `node_id`.
@@ -68,28 +68,28 @@ def compare(store: Store, readings: Sequence[ChunkReader], mark: bool, ranks: Ra
     """Find which chunks several ranks need. All ranks call it, with the same number of readers."""
     if ranks.world_size == 1:
         return SharedReads(mark, True, tuple({} for _ in readings), tuple(False for _ in readings), threads(store, 1))
-    needed = [list(_needed_by_several(reading)) for reading in readings]
+    chunks = [list(_needed_by_several(reading)) for reading in readings]
     # a directory that one node exports is local to that node's ranks only, and all ranks must read in the same way
     flags = mark, not on_this_node(store)
     if ranks.world_size <= FEW_RANKS:
-        return _compare_few(store, needed, flags, ranks)
-    routes = chunk_homes.find_routes(needed, ranks)
-    found = ranks.maximum(bytes([*flags, *map(bool, routes)]))
+        return _compare_few(store, chunks, flags, ranks)
+    routes = chunk_homes.find_routes(chunks, ranks)
+    combined = ranks.maximum(bytes([*flags, *map(bool, routes)]))
     ranks_on_node = sum(each == node_id() for each in ranks.all(node_id()))
-    sent = tuple(map(bool, found[2:]))
-    return SharedReads(bool(found[0]), not found[1], tuple(routes), sent, threads(store, ranks_on_node))
+    sent = tuple(map(bool, combined[2:]))
+    return SharedReads(bool(combined[0]), not combined[1], tuple(routes), sent, threads(store, ranks_on_node))
 
 
 def _compare_few(
-    store: Store, needed: Sequence[Sequence[tuple[str, Chunk]]], flags: tuple[bool, bool], ranks: Ranks
+    store: Store, chunks: Sequence[Sequence[tuple[str, Chunk]]], flags: tuple[bool, bool], ranks: Ranks
 ) -> SharedReads:
     """`compare` for a small job, by two exchanges: every rank receives the chunks of all ranks."""
-    table = chunk_homes.encode_needs(needed)
+    table = chunk_homes.encode_needs(chunks)
     heads = ranks.all(bytes(flags) + node_id() + len(table).to_bytes(8, "big"))
     sizes = [int.from_bytes(head[-8:], "big") for head in heads]
     received = ranks.all(table.ljust(max(sizes), b"\0"))
     tables = [each[:size] for each, size in zip(received, sizes, strict=True)]
-    routes = tuple(chunk_homes.routes_among(tables, needed, ranks.rank))
+    routes = tuple(chunk_homes.routes_among(tables, chunks, ranks.rank))
     ranks_on_node = sum(head[2 : 2 + NODE_BYTES] == node_id() for head in heads)
     marked, away = any(head[0] for head in heads), any(head[1] for head in heads)
     return SharedReads(marked, not away, routes, chunk_homes.are_shared(tables), threads(store, ranks_on_node))
@@ -105,8 +105,8 @@ def read(store: Store, reading: ChunkReader, number: int, common: SharedReads, r
     with pending:
         if routes and common.on_node and not isinstance(store, ReadsDirectly):  # it does not use the page cache
             prefetch(store, ((place[0], route.chunk) for place, route in routes.items() if route.parent is None))
-        own = [place for place in reading.needed() if not (sends and (place[0], place[1].offset) in routes)]
-        reading.fetch(store, own, common.threads)
+        chunks = [place for place in reading.needed() if not (sends and (place[0], place[1].offset) in routes)]
+        reading.fetch(store, chunks, common.threads)
     if sends:
         ranks.group()  # the first call is collective, and this rank may have nothing to send
         with explained():
@@ -119,9 +119,9 @@ def _needed_by_several(reading: ChunkReader) -> Iterator[tuple[str, Chunk]]:
 
     Another rank may need a chunk that holds more than one piece, or a shard of which it needs a part.
     """
-    for key, wanted in reading.needed():
-        if not all(reading.wants[use.want].saved.alone and use.length == wanted.raw for use in wanted.uses):
-            yield key, wanted.chunk
+    for key, needed in reading.needed():
+        if not all(reading.wants[use.want].saved.alone and use.length == needed.raw for use in needed.uses):
+            yield key, needed.chunk
 
 
 _LOCAL_FILE_SYSTEMS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "bcachefs", "overlay", "tmpfs", "ramfs"}
@@ -164,11 +164,11 @@ def prefetch(store: Store, chunks: Iterable[tuple[str, Chunk]]) -> None:
     by_pack: dict[str, list[Chunk]] = defaultdict(list)
     for key, chunk in chunks:
         by_pack[key].append(chunk)
-    for key, wanted in by_pack.items():
+    for key, chunks_of_pack in by_pack.items():
         with contextlib.suppress(OSError):
             fd = os.open(f"{folder}/{key}", os.O_RDONLY | os.O_CLOEXEC)
             try:
-                for chunk in sorted(wanted, key=lambda c: c.offset):
+                for chunk in sorted(chunks_of_pack, key=lambda c: c.offset):
                     os.posix_fadvise(fd, chunk.offset, chunk.stored, os.POSIX_FADV_WILLNEED)
             finally:
                 os.close(fd)

@@ -75,25 +75,25 @@ _answers_decoder = msgspec.msgpack.Decoder(list[Answer])
 
 def places_by_home(manifests: Iterable[Manifest], world_size: int) -> dict[int, bytes]:
     """The messages of a rank that has read these manifests, by home."""
-    found: dict[str, HeldTensor] = {}
-    other: list[HeldTensor] = []
+    by_name: dict[str, HeldTensor] = {}
+    mismatched: list[HeldTensor] = []
     for manifest in manifests:
         for number, t in enumerate(manifest.tensors):
             if not t.replicated:
                 continue
-            held = found.setdefault(t.name, HeldTensor(t.name, t.dtype, t.shape, []))
+            held = by_name.setdefault(t.name, HeldTensor(t.name, t.dtype, t.shape, []))
             if (held.dtype, held.shape) != (t.dtype, t.shape):  # an error, which the home reports
-                other.append(held := HeldTensor(t.name, t.dtype, t.shape, []))
+                mismatched.append(held := HeldTensor(t.name, t.dtype, t.shape, []))
             held.shards.append(ShardPlace(manifest.rank, number, t.offset, t.local))
-    return _by_home(((each.name, each) for each in (*found.values(), *other)), world_size)
+    return _by_home(((each.name, each) for each in (*by_name.values(), *mismatched)), world_size)
 
 
 def names_by_home(names: Iterable[str], world_size: int) -> dict[int, list[str]]:
     """The names that the rank asks each home for."""
-    found: dict[int, list[str]] = defaultdict(list)
+    by_home: dict[int, list[str]] = defaultdict(list)
     for name in names:
-        found[home_of(name, world_size)].append(name)
-    return found
+        by_home[home_of(name, world_size)].append(name)
+    return by_home
 
 
 def encode_names(names: Mapping[int, list[str]]) -> dict[int, bytes]:
@@ -129,31 +129,31 @@ class TensorHome:
         self._tensors: dict[str, _Tensor] = {}
         for data in received:
             for held in _held_decoder.decode(data):
-                known = self._tensors.setdefault(held.name, _Tensor(held.dtype, held.shape))
-                if (what := known.add(held)) is not None:
-                    raise _damaged(step, held.name, what)
+                merged = self._tensors.setdefault(held.name, _Tensor(held.dtype, held.shape))
+                if (problem := merged.add(held)) is not None:
+                    raise _damaged(step, held.name, problem)
         for name, tensor in self._tensors.items():
-            if (what := coverage_error(tensor.boxes())) is not None:
-                raise _damaged(step, name, what)
+            if (problem := coverage_error(tensor.boxes())) is not None:
+                raise _damaged(step, name, problem)
 
     def shapes(self, received: Mapping[int, bytes]) -> dict[int, bytes]:
         """Answer the messages of `encode_names`, by sender: None for a tensor that the step does not hold."""
         answers: dict[int, bytes] = {}
         for sender, data in received.items():
-            found = [self._tensors.get(name) for name in _names_decoder.decode(data)]
-            answers[sender] = msgspec.msgpack.encode([(t.dtype, t.shape) if t is not None else None for t in found])
+            requested = [self._tensors.get(name) for name in _names_decoder.decode(data)]
+            answers[sender] = msgspec.msgpack.encode([(t.dtype, t.shape) if t is not None else None for t in requested])
         return answers
 
     def shards(self, received: Mapping[int, bytes]) -> dict[int, bytes]:
         """Answer the messages of `requests_by_home`, by sender."""
-        found: dict[int, list[tuple[str, list[int]]]] = {}
+        overlaps: dict[int, list[tuple[str, list[int]]]] = {}
         readers: Counter[tuple[str, int]] = Counter()
         for sender, data in received.items():
-            its = found[sender] = [(each.name, self._overlapping(each)) for each in _requests_decoder.decode(data)]
+            its = overlaps[sender] = [(each.name, self._overlapping(each)) for each in _requests_decoder.decode(data)]
             readers.update((name, index) for name, indexes in its for index in indexes)
         return {
             sender: msgspec.msgpack.encode([self._answer(*each, readers) for each in its])
-            for sender, its in found.items()
+            for sender, its in overlaps.items()
         }
 
     def _overlapping(self, request: Request) -> list[int]:
@@ -210,11 +210,11 @@ class _Tensor:
 
 
 def _by_home(items: Iterable[tuple[str, object]], world_size: int) -> dict[int, bytes]:
-    found: dict[int, list[object]] = defaultdict(list)
+    items_by_home: dict[int, list[object]] = defaultdict(list)
     for name, item in items:
-        found[home_of(name, world_size)].append(item)
-    return {home: msgspec.msgpack.encode(its) for home, its in found.items()}
+        items_by_home[home_of(name, world_size)].append(item)
+    return {home: msgspec.msgpack.encode(its) for home, its in items_by_home.items()}
 
 
-def _damaged(step: str, name: str, what: str) -> CorruptionError:
-    return CorruptionError(f"{step}: tensor {name!r:.200}: {what}", hint="run `headrace ckpt check`")
+def _damaged(step: str, name: str, problem: str) -> CorruptionError:
+    return CorruptionError(f"{step}: tensor {name!r:.200}: {problem}", hint="run `headrace ckpt check`")

@@ -131,13 +131,13 @@ class Staging:
         deadline = time.monotonic() + timeout
         with self._free:
             while self._owned:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                remaining = deadline - time.monotonic()
+                if remaining <= 0:
                     raise DeadlineError(
                         f"the previous save still holds the staging arena after {timeout:g} s",
                         hint="the store is slower than the interval between saves: save less often",
                     )
-                self._free.wait(left)
+                self._free.wait(remaining)
             self._owned = True
         try:
             return self._fitting(layout)

@@ -115,9 +115,9 @@ class _Commit:
         attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
         is_head = group_commit.is_head(plan.rank, plan.world_size)
         _started()
-        if (is_head or not self.progress.fresh) and (found := _existing_commit(store, attempt)) is not None:
+        if (is_head or not self.progress.fresh) and (committed := _existing_commit(store, attempt)) is not None:
             self.emit(Released())
-            return result_of(store, attempt, plan.rank, found) | {"seconds": self.clock.monotonic() - began}
+            return result_of(store, attempt, plan.rank, committed) | {"seconds": self.clock.monotonic() - began}
         with LateLease(self._lease(), now=is_head) as lease:
             _leased()
             self.progress.abandon(store)
@@ -136,7 +136,7 @@ class _Commit:
             if not self.progress.safe:
                 self.emit(Released())
             self.emit(Committing())
-            found = group_commit.finish(
+            committed = group_commit.finish(
                 store,
                 attempt,
                 lease,
@@ -146,13 +146,13 @@ class _Commit:
                 clock=self.clock,
             )
             if tier_save is not None:
-                tier_save.committed(found)
+                tier_save.committed(committed)
             lease.release()
             _lease_deleted()
         if won:
-            result = _report(attempt, found, manifest, digest(encoded))
+            result = _report(attempt, committed, manifest, digest(encoded))
         else:
-            result = result_of(store, attempt, plan.rank, found, manifest)
+            result = result_of(store, attempt, plan.rank, committed, manifest)
         return result | {"seconds": self.clock.monotonic() - began}
 
     def keep_locally(self, tier_save: saving.TierSave) -> None:
@@ -225,24 +225,24 @@ def _lost(plan: PutPlan) -> FinalError:
 
 
 def result_of(
-    store: Store, attempt: Attempt, rank: int, found: Commit, own: manifests.Manifest | None = None
+    store: Store, attempt: Attempt, rank: int, committed: Commit, manifest: manifests.Manifest | None = None
 ) -> dict[str, object]:
     """The report of a committed save, from the rank's manifest in the store.
 
-    `own`: the manifest that this worker built. If a policy has already removed the step, or if the store is unreachable,
-    the report is made from it, and does not name the manifest, because another worker's manifest may count.
+    `manifest`: the manifest that this worker built. The report is made from it if a policy has already removed the step,
+    or if the store is unreachable. It then does not name the manifest, because another worker's manifest may count.
     """
     key = attempt.manifest_key(rank)
     try:
         data = own_digest.fetch(store, key, max_bytes=manifests.MAX_BYTES)
     except (NotFoundError, TransientError):
-        if own is None:
+        if manifest is None:
             raise
-        return _report(attempt, found, own, None)  # which may not be the manifest that counts
-    return _report(attempt, found, manifests.decode(data, key), digest(data))
+        return _report(attempt, committed, manifest, None)  # which may not be the manifest that counts
+    return _report(attempt, committed, manifests.decode(data, key), digest(data))
 
 
-def _report(attempt: Attempt, found: Commit, manifest: manifests.Manifest, name: bytes | None) -> dict[str, object]:
+def _report(attempt: Attempt, committed: Commit, manifest: manifests.Manifest, name: bytes | None) -> dict[str, object]:
     """The report. `name`: the digest of the manifest that counts; None if it is not known."""
     named = {} if name is None else {"manifest": name.hex()}
     return named | {
@@ -255,8 +255,8 @@ def _report(attempt: Attempt, found: Commit, manifest: manifests.Manifest, name:
         "bytes_written": manifest.bytes_written,
         "bytes_deduplicated": manifest.bytes_deduplicated,
         "encodings": {codec.NAMES[kind]: sizes for kind, sizes in manifests.encodings(manifest).items()},
-        "committed": found.committed,
-        "seconds": max(found.committed - manifest.created, 0.0),
+        "committed": committed.committed,
+        "seconds": max(committed.committed - manifest.created, 0.0),
     }
 
 

@@ -70,7 +70,7 @@ def candidates(item_bytes: int) -> tuple[int, ...]:
     return (ZSTD, *(kind for kind, width in PLANES.items() if width == item_bytes))
 
 
-def _starts(size: int) -> list[int]:
+def _sample_starts(size: int) -> list[int]:
     """Start offsets of the samples of a chunk of `size` bytes: at its beginning, in its middle and at its end."""
     last = max(size - _RUN, 0) // 8 * 8
     return sorted({last * i // (_RUNS - 1) // 8 * 8 for i in range(_RUNS)})
@@ -78,19 +78,19 @@ def _starts(size: int) -> list[int]:
 
 def measure(payload: memoryview, kinds: Sequence[int]) -> list[Sample]:
     """Compress the samples of a chunk with each codec."""
-    runs = [payload[start : start + _RUN] for start in _starts(len(payload))]
+    runs = [payload[start : start + _RUN] for start in _sample_starts(len(payload))]
     total = sum(len(run) for run in runs)
-    found = []
+    samples = []
     for kind in kinds:
         began = time.thread_time()  # CPU time, so that other processes do not distort it
         size = sum(len(codec.compress(run, kind)) for run in runs)
-        found.append(Sample(kind, size / max(total, 1), (time.thread_time() - began) / max(total, 1)))
-    return found
+        samples.append(Sample(kind, size / max(total, 1), (time.thread_time() - began) / max(total, 1)))
+    return samples
 
 
 def measure_difference(payload: memoryview, base: memoryview, kind: int, reading: float) -> Sample:
     """As `measure`, for the difference from `base`. `reading`: seconds that reading the base took."""
-    runs = [(payload[start : start + _RUN], base[start : start + _RUN]) for start in _starts(len(payload))]
+    runs = [(payload[start : start + _RUN], base[start : start + _RUN]) for start in _sample_starts(len(payload))]
     total = sum(len(run) for run, _ in runs)
     began = time.thread_time()
     size = sum(len(codec.compress_difference(run, other, kind)) for run, other in runs)
@@ -181,14 +181,14 @@ class CodecChooser:
     def _measured(self, piece: int, payload: memoryview) -> list[Sample]:
         tensor = self._tensor_of.get(piece)
         with self._lock:
-            known = self._samples.get(tensor)
-        if known is None:
+            samples = self._samples.get(tensor)
+        if samples is None:
             width = 4 if tensor is None else self._widths[tensor]
-            known = measure(payload, candidates(width))
-            known += self._measured_difference(piece, payload, width, known)
+            samples = measure(payload, candidates(width))
+            samples += self._measured_difference(piece, payload, width, samples)
             with self._lock:
-                self._samples[tensor] = known
-        return known
+                self._samples[tensor] = samples
+        return samples
 
     def _measured_difference(self, piece: int, payload: memoryview, width: int, alone: list[Sample]) -> list[Sample]:
         kinds = [kind for kind, inner in DELTAS.items() if PLANES[inner] == width]
@@ -198,8 +198,8 @@ class CodecChooser:
         base = self._bases.read(piece)
         if base is None:
             return []
-        found = measure_difference(payload, base, kinds[0], time.perf_counter() - began)
-        return [found] if worth_delta(found, alone) else []
+        sample = measure_difference(payload, base, kinds[0], time.perf_counter() - began)
+        return [sample] if worth_delta(sample, alone) else []
 
     def _difference(self, piece: int, payload: memoryview, kind: int) -> Packed:
         """Encode the chunk as a difference from its base.

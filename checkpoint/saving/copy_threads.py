@@ -71,10 +71,10 @@ def streaming(environment: Mapping[str, str]) -> dict[str, str]:
 
     A threshold that is already set stays. This is a pure function.
     """
-    given = environment.get(VARIABLE, "")
-    if TUNABLE in given:
+    tunables = environment.get(VARIABLE, "")
+    if TUNABLE in tunables:
         return dict(environment)
-    return {**environment, VARIABLE: f"{given}:{SETTING}" if given else SETTING}
+    return {**environment, VARIABLE: f"{tunables}:{SETTING}" if tunables else SETTING}
 
 
 def advice(as_it_is: float, streamed: float, environment: Mapping[str, str]) -> str:
@@ -100,16 +100,16 @@ def measure(size: int = _BYTES, rounds: int = _ROUNDS) -> float:
         raise CapacityError(f"no memory for two times {size} bytes: {error}") from error
     target.fill(0)  # fault in the pages here, not in the measured copy
 
-    def one(at: int) -> None:
+    def copy_piece(at: int) -> None:
         np.copyto(target[at : at + PIECE], source[at : at + PIECE])
 
-    found = []
+    seconds = []
     with CopyPool(count) as pool:
         for _ in range(rounds):
             began = time.perf_counter()
-            list(pool.map(one, range(0, size, PIECE)))
-            found.append(time.perf_counter() - began)
-    return median(found)
+            list(pool.map(copy_piece, range(0, size, PIECE)))
+            seconds.append(time.perf_counter() - began)
+    return median(seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -134,11 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _report(as_json: bool) -> str:
-    found: dict[bool, list[float]] = {False: [], True: []}
+    measured: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(_PROCESSES):
-        for with_it in found:
-            found[with_it].append(_started(streaming(os.environ) if with_it else dict(os.environ)))
-    plain, streamed = (min(found[with_it]) * 2**30 / _BYTES for with_it in (False, True))
+        for with_it in measured:
+            measured[with_it].append(_measure_in_process(streaming(os.environ) if with_it else dict(os.environ)))
+    plain, streamed = (min(measured[with_it]) * 2**30 / _BYTES for with_it in (False, True))
     advised = advice(plain, streamed, os.environ)
     if as_json:
         return json.dumps(
@@ -154,15 +154,15 @@ def _report(as_json: bool) -> str:
     )
 
 
-def _started(environment: dict[str, str]) -> float:
+def _measure_in_process(environment: dict[str, str]) -> float:
     command = [sys.executable, "-m", "headrace.checkpoint.saving.copy_threads", "--once"]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+        completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise TransientError(f"copying {_BYTES // MIB} MiB a few times took more than {_SECONDS} s") from None
-    if done.returncode:
-        raise CapacityError(f"copies could not be measured: {done.stderr.strip()[-300:]}")
-    return float(done.stdout)
+    if completed.returncode:
+        raise CapacityError(f"copies could not be measured: {completed.stderr.strip()[-300:]}")
+    return float(completed.stdout)
 
 
 if __name__ == "__main__":

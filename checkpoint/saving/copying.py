@@ -153,8 +153,8 @@ class Copying:
     def _wait_for_host(self, timeout: float | None) -> None:
         """Wait until no host memory is left to copy and no thread, the trainer's included, is copying."""
         with self._idle:
-            done = self._idle.wait_for(lambda: not self._todo and not self._copying_threads, timeout)
-        if not done:
+            is_idle = self._idle.wait_for(lambda: not self._todo and not self._copying_threads, timeout)
+        if not is_idle:
             raise DeadlineError(f"the state is not copied after {timeout:g} s", hint="the copy continues; wait again")
 
     def _seal(self) -> None:
@@ -192,8 +192,8 @@ class Copying:
                         return
                     self._copying_threads.add(threading.get_ident())
                     batch = self._todo.popleft()
-                for each in batch:
-                    _copy(self._arena, *each)
+                for job in batch:
+                    _copy(self._arena, *job)
                 _mid_stage()
             except BaseException as error:  # also KeyboardInterrupt: the interrupted batch is not in the arena
                 self._todo.clear()
@@ -362,8 +362,8 @@ def _hook(gate: weakref.ref[OptimizerGate]) -> Any:
 
     def before_step(*_: object) -> None:
         if (
-            os.getpid() == pid and (found := gate()) is not None
+            os.getpid() == pid and (living_gate := gate()) is not None
         ):  # a forked child has its own memory, and no thread that copies
-            found.pass_all()
+            living_gate.pass_all()
 
     return before_step

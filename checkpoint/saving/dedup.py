@@ -2,8 +2,7 @@
 
 The saver reads only the manifests of the base steps. If the ranks divided the work in the same way for the base, a rank
 reads only its own manifest. Otherwise, it reads the manifests of all ranks. If the process committed the base itself, it
-knows the digest of its rank's manifest, and perhaps has the encoded manifest. So it reads neither the decision nor a
-group.
+knows the digest of its rank's manifest, and perhaps has the encoded manifest. It then reads no decision and no group.
 Invariants:
 
 * A chunk is left out only if the base is committed and no collector is about to remove it. The lease must name the base
@@ -29,7 +28,7 @@ from headrace.checkpoint.format import codec, names
 from headrace.checkpoint.format.chunking import Box, PieceSpan, TensorSpec
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import PACK_BYTES, Chunk, Manifest, PackName, Tensor
-from headrace.checkpoint.repository import commit, fetch
+from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.saving.plan import OwnManifest
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, UnsupportedError
@@ -99,9 +98,10 @@ def load(
                 pending = repository.pending_deletes(store) if pending is None else pending
                 if not _may_reference(store, run, base, pending):
                     continue
-            found = (own_manifest,) if own_manifest is not None else None
-            at = base.of(run)
-            _add(found or fetch.manifests_like(store, at.run, base, rank, world_size, replicas), known)
+            if own_manifest is not None:
+                _add((own_manifest,), known)
+            else:
+                _add(fetch.manifests_like(store, base.of(run).run, base, rank, world_size, replicas), known)
             known.bases.append(base)
         except (NotFoundError, CorruptionError, UnsupportedError) as error:
             _log.warning("step %d cannot be used for deduplication; all chunks are written: %s", base.step, error)
@@ -110,17 +110,17 @@ def load(
 
 
 def _own_manifest(
-    store: Store, base: Base, run: str, rank: int, own: OwnManifest | None, world_size: int, replicas: bytes
+    store: Store, base: Base, run: str, rank: int, committed_here: OwnManifest | None, world_size: int, replicas: bytes
 ) -> Manifest | None:
     """The rank's manifest of the base.
 
     None if this process did not commit the base last, or if the ranks now divide the work differently.
     """
-    if own is None or own.attempt != base.attempt:
+    if committed_here is None or committed_here.attempt != base.attempt:
         return None
-    found = fetch.manifest_of(store, base.of(run).run, base, rank, own.digest, own.data)
-    alike = found.world_size == world_size and (world_size == 1 or (replicas and found.replicas == replicas))
-    return found if alike else None
+    manifest = fetch.manifest_of(store, base.of(run).run, base, rank, committed_here.digest, committed_here.data)
+    alike = manifest.world_size == world_size and (world_size == 1 or (replicas and manifest.replicas == replicas))
+    return manifest if alike else None
 
 
 def _may_reference(store: Store, run: str, base: Base, pending: set[tuple[str, int, int]]) -> bool:
@@ -129,17 +129,17 @@ def _may_reference(store: Store, run: str, base: Base, pending: set[tuple[str, i
     if (at.run, at.timeline, at.step) in pending:
         _log.info("step %d of run %s is being collected and is not used as a base", at.step, at.run)
         return False
-    return _is_committed(store, at.run, base)
+    return repository.is_committed(store, at.run, base)
 
 
 def _drop_sparse_packs(store: Store, run: str, known: KnownChunks) -> None:
-    own = {base.attempt for base in known.bases}
-    needed: dict[PackName, int] = defaultdict(int)
+    base_attempts = {base.attempt for base in known.bases}
+    needed_bytes: dict[PackName, int] = defaultdict(int)
     for stored in known.chunks.values():
-        if stored.pack.attempt not in own:
-            needed[stored.pack] += stored.chunk.stored
-    sparse = {pack for pack, size in needed.items() if is_sparse(size, PACK_BYTES)}
-    sparse = {pack for pack in sparse if is_sparse(needed[pack], _size(store, pack.key))}
+        if stored.pack.attempt not in base_attempts:
+            needed_bytes[stored.pack] += stored.chunk.stored
+    sparse = {pack for pack, size in needed_bytes.items() if is_sparse(size, PACK_BYTES)}
+    sparse = {pack for pack in sparse if is_sparse(needed_bytes[pack], _size(store, pack.key))}
     if not sparse:
         return
     runs = {run, *(base.run or run for base in known.bases)}
@@ -157,9 +157,9 @@ def _drop_sparse_packs(store: Store, run: str, known: KnownChunks) -> None:
     }
 
 
-def is_sparse(needed: int, size: int) -> bool:
-    """Whether a pack of `size` bytes is too large to be kept for `needed` of them."""
-    return needed * LEAST_SHARE < size
+def is_sparse(needed_bytes: int, size: int) -> bool:
+    """Whether a pack of `size` bytes is too large to be kept for `needed_bytes` of them."""
+    return needed_bytes * LEAST_SHARE < size
 
 
 def _size(store: Store, key: str) -> int:
@@ -174,13 +174,8 @@ def _is_of_removed_step(store: Store, runs: Iterable[str], attempt: str) -> bool
     for run in sorted(runs):
         at = repository.step_of_attempt(store, run, attempt)
         if at is not None:
-            return not _is_committed(store, run, Base(at.timeline, at.step, attempt))
+            return not repository.is_committed(store, run, Base(at.timeline, at.step, attempt))
     return False
-
-
-def _is_committed(store: Store, run: str, base: Base) -> bool:
-    found = commit.find_commit(store, names.commit(run, base.timeline, base.step))
-    return found is not None and not found.tombstone and found.attempt == base.attempt
 
 
 def _add(manifests: Sequence[Manifest], known: KnownChunks) -> None:
@@ -188,12 +183,12 @@ def _add(manifests: Sequence[Manifest], known: KnownChunks) -> None:
         stored = [Stored(manifest.packs[chunk.pack], chunk) for chunk in manifest.chunks]
         for chunk, on in manifest.links:
             stored[chunk] = Stored(stored[chunk].pack, stored[chunk].chunk, stored[on])
-        for each in stored:
-            known.chunks.setdefault(each.chunk.digest, each)
+        for stored_chunk in stored:
+            known.chunks.setdefault(stored_chunk.chunk.digest, stored_chunk)
         for tensor in manifest.tensors:
             if all(span.start == 0 and span.length == manifest.chunks[span.chunk].raw for span in tensor.spans):
-                own = tuple(stored[span.chunk] for span in tensor.spans)
-                known.shards.setdefault(shard_of(manifest.rank, tensor), own)
+                chunks = tuple(stored[span.chunk] for span in tensor.spans)
+                known.shards.setdefault(shard_of(manifest.rank, tensor), chunks)
 
 
 class DeltaBases:
@@ -210,10 +205,10 @@ class DeltaBases:
     ) -> None:
         self._store = store
         self._of: dict[int, Stored] = {}
-        for spec, own in zip(specs, spans, strict=True):
+        for spec, own_spans in zip(specs, spans, strict=True):
             before = known.shards.get(shard_of(rank, spec), ())
-            if len(before) == len(own):
-                for span, stored in zip(own, before, strict=True):
+            if len(before) == len(own_spans):
+                for span, stored in zip(own_spans, before, strict=True):
                     self._add(known, span, stored.whole)
 
     def of(self, piece: int) -> Stored | None:
@@ -224,16 +219,16 @@ class DeltaBases:
         """Read the bytes of the piece's base; None if they cannot be read."""
         base = self._of[piece]
         try:
-            found = fetch.read_one(self._store, base.pack.key, base.chunk)
+            payload = fetch.read_one(self._store, base.pack.key, base.chunk)
         except HeadraceError as error:
             warn_once(
                 _log,
                 f"a base chunk could not be read; chunks are stored whole instead of as differences from it: {error}",
             )
             return None
-        if found is None:
+        if payload is None:
             warn_once(_log, f"{base.pack.key} is damaged: chunks are stored whole instead of as differences from it")
-        return found
+        return payload
 
     def link(self, piece: int) -> codec.Link:
         """The link to the base that is stored with the difference."""

@@ -154,13 +154,13 @@ class SaveExecutor:
 
         `shared`: a sidecar may also be reading the arena and may commit the same attempt.
         """
-        release, done = (save.abandon if shared else save.give_back), False
+        release, is_released = (save.abandon if shared else save.give_back), False
         progress = ProgressFile(None)
 
         def emit(event: Event) -> None:
-            nonlocal done
+            nonlocal is_released
             if isinstance(event, Released):
-                done = True
+                is_released = True
                 release()
 
         try:
@@ -182,7 +182,7 @@ class SaveExecutor:
                 )
                 return result | {"encoded": progress.manifest}
         finally:
-            if not done:
+            if not is_released:
                 release()
 
     def _commit_in_sidecar(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
@@ -190,7 +190,7 @@ class SaveExecutor:
 
         If the daemon does not return, save in this process.
         """
-        with self._watching(save):
+        with self._watching_ranks(save):
             return self._follow(save, sidecar, staged)
 
     def _follow(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
@@ -204,19 +204,19 @@ class SaveExecutor:
                 if not isinstance(error, TransientError) or not sidecar.broken:
                     owner.abandon()
                     raise
-                found = self._reconnect(save, staged.token, error, owner.released)
-            if isinstance(found, dict):
+                reconnected = self._reconnect(save, staged.token, error, owner.released)
+            if isinstance(reconnected, dict):
                 owner.abandon()
-                return found
-            if found is None:
+                return reconnected
+            if reconnected is None:
                 break
-            sidecar, staged = found
+            sidecar, staged = reconnected
         if owner.released:
             raise _without_daemon(save.plan)
         return self._commit_in_process(save, shared=True)
 
     @contextlib.contextmanager
-    def _watching(self, save: StagedSave) -> Iterator[None]:
+    def _watching_ranks(self, save: StagedSave) -> Iterator[None]:
         """Abort the attempt when the node of a missing rank is lost. No daemon reports that."""
         if save.silent_ranks is None:
             yield
@@ -275,13 +275,13 @@ class SaveExecutor:
     def _result_or_raise(self, plan: PutPlan, error: TransientError) -> dict[str, object]:
         """Return the save's result if it was committed despite the error; else raise the error."""
         try:
-            found = self._find_result(plan)
+            result = self._find_result(plan)
         except HeadraceError as second:
             _log.warning("whether step %d was committed cannot be seen either: %s", plan.step, second)
             raise error from second
-        if found is None:
+        if result is None:
             raise error
-        return found
+        return result
 
     def _try_find_result(self, plan: PutPlan) -> dict[str, object] | None:
         """As `_find_result`, but None if the store is unreachable."""
@@ -291,10 +291,10 @@ class SaveExecutor:
 
     def _find_result(self, plan: PutPlan) -> dict[str, object] | None:
         attempt = attempt_of(plan)
-        found = commit.recognise(self._store, attempt)
-        if found is None or found.tombstone or found.attempt != plan.attempt:
+        committed = commit.recognise(self._store, attempt)
+        if committed is None or not committed.commits(plan.attempt):
             return None
-        return result_of(self._store, attempt, plan.rank, found)
+        return result_of(self._store, attempt, plan.rank, committed)
 
 
 class _ArenaOwner:
@@ -355,7 +355,7 @@ def _stage(sidecar: Sidecar, save: StagedSave) -> StagedJob:
         kind="checkpoint",
         arena_fd=save.arena_fd,
         plan=plan,
-        about=_about(save.plan),
+        about=_label(save.plan),
         urgent=save.urgent,
         wait=QUEUE_SECONDS,
     )
@@ -368,7 +368,7 @@ def _without_daemon(plan: PutPlan) -> TransientError:
     )
 
 
-def _about(plan: PutPlan) -> str:
+def _label(plan: PutPlan) -> str:
     """A description of the save, for status displays."""
     rank = f", rank {plan.rank} of {plan.world_size}" if plan.world_size > 1 else ""
     return f"{plan.run}, step {plan.step}{rank}"

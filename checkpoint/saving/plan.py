@@ -108,8 +108,8 @@ def encode(plan: PutPlan) -> bytes:
     """Encode the plan; `UsageError` if the state has too many tensors for one plan."""
     data = msgspec.msgpack.encode(plan)
     if len(data) > MAX_BYTES and plan.own_manifest is not None:  # the worker can read it
-        own = msgspec.structs.replace(plan.own_manifest, data=b"")
-        data = msgspec.msgpack.encode(msgspec.structs.replace(plan, own_manifest=own))
+        without_data = msgspec.structs.replace(plan.own_manifest, data=b"")
+        data = msgspec.msgpack.encode(msgspec.structs.replace(plan, own_manifest=without_data))
     if len(data) > MAX_BYTES:
         raise UsageError(f"the plan of step {plan.step} has {len(data)} bytes, more than {MAX_BYTES}")
     return data
@@ -136,8 +136,8 @@ def _check(plan: PutPlan, arena_bytes: int) -> None:
         raise UsageError("the put plan's rank, compression or lease is impossible")
     try:
         specs = [tensor.spec() for tensor in plan.tensors]
-        known = all(spec.dtype in chunking.ITEM_BYTES for spec in specs)
-        layout = lay_out(specs) if known else None
+        types_known = all(spec.dtype in chunking.ITEM_BYTES for spec in specs)
+        layout = lay_out(specs) if types_known else None
     except CorruptionError as error:
         raise UsageError(f"the put plan is impossible: {error}") from None
     if layout is None or layout.small_bytes != plan.small_bytes or layout.total > arena_bytes:
@@ -200,7 +200,7 @@ def as_error(code: str, message: str, hint: str) -> HeadraceError:
 
 
 def _classes(kind: type[HeadraceError]) -> dict[str, type[HeadraceError]]:
-    found = {kind.code: kind}
+    by_code = {kind.code: kind}
     for child in kind.__subclasses__():
-        found |= {code: c for code, c in _classes(child).items() if code not in found}
-    return found
+        by_code |= {code: c for code, c in _classes(child).items() if code not in by_code}
+    return by_code

@@ -114,12 +114,12 @@ class ProgressFile:
 
     def stored(self, store: Store, plan: PutPlan) -> dict[PackName, tuple[Entry, ...]]:
         """The packs that earlier workers completed and that are in the store."""
-        found = {}
+        packs = {}
         for packed in self._packed.values():
             name = names.parse_pack_key(packed.key)
             if name is not None and name[0] == plan.attempt and _size(store, packed.key) == packed.size:
-                found[PackName(*name)] = packed.entries
-        return found
+                packs[PackName(*name)] = packed.entries
+        return packs
 
     def require_packs(self, store: Store, plan: PutPlan, encoded: bytes) -> manifests.Manifest:
         """Decode the manifest; `FinalError` unless every pack of this attempt that it names is in the store."""

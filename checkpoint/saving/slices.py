@@ -71,7 +71,7 @@ class SlicedState:
         self._pieces, spans = layouts.cut_all(specs, layout)
         self._parts = _parts(spans)
         self._ready: dict[int, npt.NDArray[np.uint8]] = {}
-        self._taken: set[int] = set()
+        self._delivered: set[int] = set()
         self._free = [i * CHUNK_BYTES for i in range(arena.size // CHUNK_BYTES)]
         self._changed = threading.Condition()
         self._error: BaseException | None = None
@@ -85,14 +85,14 @@ class SlicedState:
 
     def __getitem__(self, at: slice) -> memoryview:
         with self._changed:
-            if at.start in self._taken:
+            if at.start in self._delivered:
                 raise TransientError(
                     "a slice of the state was requested twice, but it is available only once", hint="save again"
                 )
             self._changed.wait_for(lambda: at.start in self._ready or self._error is not None)
             if self._error is not None:
                 raise self._error
-            self._taken.add(at.start)
+            self._delivered.add(at.start)
             return self._ready.pop(at.start).data
 
     @property
@@ -154,12 +154,12 @@ class SlicedState:
 
     def _publish(self, piece: Piece, target: npt.NDArray[np.uint8], slot: int) -> None:
         borrowed = np.frombuffer(target.data, np.uint8)  # a separate object, which lives as long as any view of it
-        weakref.finalize(borrowed, self._returned, slot)
+        weakref.finalize(borrowed, self._release_slot, slot)
         with self._changed:
             self._ready[piece.at] = borrowed
             self._changed.notify_all()
 
-    def _returned(self, slot: int) -> None:
+    def _release_slot(self, slot: int) -> None:
         with self._changed:
             self._free.append(slot)
             self._changed.notify_all()
@@ -184,10 +184,10 @@ class SlicedState:
 
 
 def _parts(spans: Sequence[Sequence[layouts.PieceSpan]]) -> dict[int, list[_Part]]:
-    found: dict[int, list[_Part]] = defaultdict(list)
-    for tensor, own in enumerate(spans):
+    parts: dict[int, list[_Part]] = defaultdict(list)
+    for tensor, tensor_spans in enumerate(spans):
         start = 0
-        for span in own:
-            found[span.piece].append(_Part(tensor, start, span.start, span.length))
+        for span in tensor_spans:
+            parts[span.piece].append(_Part(tensor, start, span.start, span.length))
             start += span.length
-    return found
+    return parts

@@ -284,8 +284,8 @@ def _hashed(
             return pack.NewChunk(name, payload, piece.length), None, fingerprint
         if codecs is None:
             return pack.NewChunk(name, payload, piece.length), None, fingerprint
-        made = codecs.pack(number, payload)
-        return pack.NewChunk(name, made.stored, piece.length, made.kind), made.base, fingerprint
+        packed = codecs.pack(number, payload)
+        return pack.NewChunk(name, packed.stored, piece.length, packed.kind), packed.base, fingerprint
 
     return in_order(pool, work, enumerate(pieces), _AHEAD)
 

@@ -101,10 +101,10 @@ class Builder:
     def assembled(self, node: PartsNode, path: str) -> Any:
         """A sparse tensor whose parts are read later and then checked before use. None for a wrapper subclass."""
         inner = {name: self.value(part, join(path, name)) for name, part in node.parts.items()}
-        made = tensors.assemble(parts := Parts(node.kind, node.values, inner))
-        if made is not None:
+        tensor = tensors.assemble(parts := Parts(node.kind, node.values, inner))
+        if tensor is not None:
             self._plan.checks.append(lambda: tensors.check_parts(parts, path))
-        return made
+        return tensor
 
     def _special(self, node: object, path: str) -> Any:
         if isinstance(node, MetaNode):
@@ -115,10 +115,10 @@ class Builder:
             except MismatchError as error:
                 self._plan.problems.append(f"{path}: {error}")
                 return None
-        made = self.assembled(node, path) if isinstance(node, PartsNode) else None
-        if made is None:
+        tensor = self.assembled(node, path) if isinstance(node, PartsNode) else None
+        if tensor is None:
             self._plan.problems.append(f"{path}: {kind_name(node)} in the checkpoint, a plain value in the state")
-        return made
+        return tensor
 
 
 def plain(node: object, path: str) -> object:

@@ -45,9 +45,9 @@ def _box(tensor: DTensor, path: str) -> tuple[Box, bool]:
     coordinate = mesh.get_coordinate()
     at = None if coordinate is None else tuple(coordinate)
     key = (shape, tuple(mesh.shape), at, tuple((type(p), p) for p in tensor.placements))
-    if (known := _boxes.get(key)) is not None:
-        return known
-    _refuse(tensor, path)
+    if (cached := _boxes.get(key)) is not None:
+        return cached
+    _require_supported(tensor, path)
     holds = 0 not in shape and at is not None
     if not holds:
         box = Box(shape, (0,) * len(shape), shape if 0 in shape else (0,) * len(shape))
@@ -68,7 +68,7 @@ def like(model: DTensor, dtype: torch.dtype) -> DTensor:
     )
 
 
-def _refuse(tensor: DTensor, path: str) -> None:
+def _require_supported(tensor: DTensor, path: str) -> None:
     placements = tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise UnsupportedError(
@@ -105,8 +105,8 @@ def _picked_is_run(size: int, steps: tuple[tuple[int, int, int], ...]) -> bool:
     picked: list[range] = [range(size)]
     for count, at, factor in steps:
         picked = _chunk(picked, count, at, factor)
-    kept = [part for part in picked if part]
-    return all(a.stop == b.start for a, b in itertools.pairwise(kept))
+    nonempty = [part for part in picked if part]
+    return all(a.stop == b.start for a, b in itertools.pairwise(nonempty))
 
 
 def _chunk(parts: list[range], count: int, at: int, factor: int) -> list[range]:
@@ -118,14 +118,14 @@ def _chunk(parts: list[range], count: int, at: int, factor: int) -> list[range]:
 def _cut(parts: list[range], count: int) -> list[list[range]]:
     size = sum(map(len, parts))
     step = max(math.ceil(size / count), 1)
-    return [_taken(parts, min(i * step, size), min((i + 1) * step, size)) for i in range(count)]
+    return [_part_of(parts, min(i * step, size), min((i + 1) * step, size)) for i in range(count)]
 
 
-def _taken(parts: list[range], start: int, stop: int) -> list[range]:
-    found, at = [], 0
+def _part_of(parts: list[range], start: int, stop: int) -> list[range]:
+    selected, at = [], 0
     for part in parts:
         low, high = max(start - at, 0), min(stop - at, len(part))
         if low < high:
-            found.append(part[low:high])
+            selected.append(part[low:high])
         at += len(part)
-    return found
+    return selected

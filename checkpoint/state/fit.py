@@ -79,14 +79,19 @@ class _Fitter:
         self.plan, self._selection = Fit(), selection
         self._build = Builder(saved, self.plan)
 
-    def report(self, path: str, what: str) -> None:
-        self.plan.problems.append(f"{path or 'the state'}: {what}")
+    def report(self, path: str, problem: str) -> None:
+        self.plan.problems.append(f"{path or 'the state'}: {problem}")
 
     def value(self, current: Any, saved: object, path: str) -> object:
         """The value that the parent is to hold. It is `current` itself if it is changed in place or not restored."""
-        if isinstance(current, dict) and isinstance(saved, ValueNode) and isinstance(saved.value, dict):
-            saved = saved.value if self._holds(current) or not self._selection.everything else saved  # a defaultdict
-        if self._holds(current) or (
+        if (
+            isinstance(current, dict)
+            and isinstance(saved, ValueNode)
+            and isinstance(saved.value, dict)  # a defaultdict
+            and (self._holds_tensors(current) or not self._selection.everything)
+        ):
+            saved = saved.value
+        if self._holds_tensors(current) or (
             isinstance(current, dict) and isinstance(saved, dict) and not self._selection.everything
         ):
             return self._container(current, saved, path)
@@ -117,38 +122,38 @@ class _Fitter:
     def _sequence_of(self, current: Any, saved: ValueNode, path: str) -> object:
         """Fit a named tuple or deque."""
         try:
-            made = values.decode(saved)  # its items are still nodes of the tree
+            sequence = values.decode(saved)  # its items are still nodes of the tree
         except MismatchError as error:
             if self._selection.takes(path):
                 self.report(path, str(error))
             return current
-        if type(made) is type(current) and getattr(made, "maxlen", None) == getattr(current, "maxlen", None):
-            return self.sequence(current, made, path)
+        if type(sequence) is type(current) and getattr(sequence, "maxlen", None) == getattr(current, "maxlen", None):
+            return self.sequence(current, sequence, path)
         if self._selection.takes(path):
-            self.report(path, f"{_limited(current)} in the state, {_limited(made)} in the checkpoint")
+            self.report(path, f"{_kind_and_limit(current)} in the state, {_kind_and_limit(sequence)} in the checkpoint")
         return current
 
     def tensor(self, current: Any, saved: object, path: str) -> None:
         if tensors.meta_shape(current) is not None:
-            self._bare(current, saved, path)
+            self._meta_tensor(current, saved, path)
         elif isinstance(saved, PartsNode):
             self._parts(current, saved, path)
         elif isinstance(saved, (TensorRef, ViewRef)) and tensors.parts_of(current, path) is None:
-            seen = tensors.describe(current, path)
+            local = tensors.describe(current, path)
             saved_meta = self._build.meta(saved.name) if isinstance(saved, TensorRef) else (saved.dtype, saved.shape)
-            if self._alike(saved_meta, (seen.dtype, seen.shape), path):
-                self._dense(current, saved, seen)
+            if self._meta_matches(saved_meta, (local.dtype, local.shape), path):
+                self._dense(current, saved, local)
         else:
             self.report(path, f"a tensor in the state, {kind_name(saved)} in the checkpoint")
 
-    def _dense(self, current: Any, saved: TensorRef | ViewRef, seen: LocalTensor) -> None:
+    def _dense(self, current: Any, saved: TensorRef | ViewRef, local: LocalTensor) -> None:
         if isinstance(saved, TensorRef):
-            self.plan.in_place.append((saved.name, current, seen))
+            self.plan.in_place.append((saved.name, current, local))
         else:
             view = self._build.view(saved)
             self.plan.late.append(lambda: tensors.assign(current, view))
 
-    def _alike(
+    def _meta_matches(
         self, saved_meta: tuple[str, tuple[int, ...]], current_meta: tuple[str, tuple[int, ...]], path: str
     ) -> bool:
         if saved_meta[1] != current_meta[1]:
@@ -159,7 +164,7 @@ class _Fitter:
             return True
         return False
 
-    def _bare(self, current: Any, saved: object, path: str) -> None:
+    def _meta_tensor(self, current: Any, saved: object, path: str) -> None:
         current_meta = tensors.meta_shape(current)
         if not isinstance(saved, MetaNode):
             self.report(path, f"a tensor on the meta device in the state, {kind_name(saved)} in the checkpoint")
@@ -179,8 +184,8 @@ class _Fitter:
             for name, part in self._common(parts.tensors, saved.parts, path):
                 self.tensor(part, saved.parts[name], join(path, name))
         else:
-            made = self._build.assembled(saved, path)
-            self.plan.late.append(lambda: tensors.assign(current, made))
+            tensor = self._build.assembled(saved, path)
+            self.plan.late.append(lambda: tensors.assign(current, tensor))
 
     def _stateful(self, current: Any, saved: object, path: str) -> None:
         kind, inner = tensors.kind_of(current), tensors.unwrap(current)
@@ -193,8 +198,8 @@ class _Fitter:
             state = self._build.value(saved.state, path)
         self.plan.early.append(lambda: tensors.load_state(kind, inner, state))
 
-    def _module(self, given: Any, saved: object, path: str) -> None:
-        module = tensors.unwrap(given)
+    def _module(self, wrapped: Any, saved: object, path: str) -> None:
+        module = tensors.unwrap(wrapped)
         current = state_of(module, path)
         if not isinstance(saved, StatefulNode) or saved.kind != MODULE:
             if self._selection.takes(path):
@@ -227,8 +232,10 @@ class _Fitter:
             i: self._slots(entry, current["state"].get(i), params.get(i), join(f"{path}/state", i))
             for i, entry in entries.items()
         }
-        rest = {key: self._build.value(value, join(path, key)) for key, value in saved.items() if key != "state"}
-        return {"state": state, **rest}
+        other_entries = {
+            key: self._build.value(value, join(path, key)) for key, value in saved.items() if key != "state"
+        }
+        return {"state": state, **other_entries}
 
     def _slots(self, saved: Any, current: Any, param: Any, path: str) -> object:
         if not isinstance(saved, dict):
@@ -277,21 +284,23 @@ class _Fitter:
         )
         return [(key, value) for key, value in current.items() if key in saved]
 
-    def _missing(self, paths: Iterable[str], what: str) -> None:
+    def _missing(self, paths: Iterable[str], problem: str) -> None:
         for path in paths:
             if self._selection.takes(path):
                 if self._selection.strict:
-                    self.report(path, what)
+                    self.report(path, problem)
                 else:
                     self.plan.skipped.append(path)
 
-    def _holds(self, value: object, depth: int = 0) -> bool:
+    def _holds_tensors(self, value: object, depth: int = 0) -> bool:
         """Whether the container holds a tensor or a stateful object, and so must be restored in place."""
         if depth > MAX_DEPTH:
             return False
         if isinstance(value, (dict, list, tuple, deque, set, frozenset)):
             inside = value.values() if isinstance(value, dict) else value
-            return any(isinstance(v, torch.Tensor) or is_stateful(v) or self._holds(v, depth + 1) for v in inside)
+            return any(
+                isinstance(v, torch.Tensor) or is_stateful(v) or self._holds_tensors(v, depth + 1) for v in inside
+            )
         return False
 
 
@@ -299,7 +308,7 @@ def _setter(holder: Any, key: object, value: object) -> Callable[[], object]:
     return lambda: holder.__setitem__(key, value)
 
 
-def _limited(value: Any) -> str:
+def _kind_and_limit(value: Any) -> str:
     limit = getattr(value, "maxlen", None)
     return f"a {type(value).__name__}" + (f" of at most {limit}" if limit is not None else "")
 
@@ -330,15 +339,15 @@ class Selection:
         cls, include: str | Iterable[str] | None, exclude: str | Iterable[str], strict: bool, cast: bool
     ) -> Selection:
         """From one pattern or several."""
-        return cls(_patterns(include if include is not None else ()), _patterns(exclude), strict, cast)
+        return cls(_checked_patterns(include if include is not None else ()), _checked_patterns(exclude), strict, cast)
 
     def takes(self, path: str) -> bool:
         """Whether the entry at `path` is selected."""
         if any(_matches(path, pattern) for pattern in self.exclude):
             return False
-        found = [pattern for pattern in self.include if _matches(path, pattern)]
-        self._matched.update(found)
-        return not self.include or bool(found)
+        matched = [pattern for pattern in self.include if _matches(path, pattern)]
+        self._matched.update(matched)
+        return not self.include or bool(matched)
 
     @property
     def unmatched(self) -> tuple[str, ...]:
@@ -350,18 +359,21 @@ class Selection:
         return not self.include and not self.exclude
 
 
-def matching(given: str | Iterable[str]) -> Callable[[str], bool]:
+def matching(patterns: str | Iterable[str]) -> Callable[[str], bool]:
     """Return a function that checks whether a path, or a container of it, matches one of these patterns."""
-    patterns = _patterns(given)
-    return lambda path: any(_matches(path, pattern) for pattern in patterns)
+    checked = _checked_patterns(patterns)
+    return lambda path: any(_matches(path, pattern) for pattern in checked)
 
 
-def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
-    several: object = given
-    found = (given,) if isinstance(given, str) else tuple(given) if isinstance(several, Iterable) else ("",)
-    if len(found) > MOST or not all(isinstance(pattern, str) and pattern for pattern in found):
+def _checked_patterns(pattern_or_several: str | Iterable[str]) -> tuple[str, ...]:
+    if isinstance(pattern_or_several, str):
+        patterns: tuple[str, ...] = (pattern_or_several,)
+    else:
+        untyped: object = pattern_or_several
+        patterns = tuple(pattern_or_several) if isinstance(untyped, Iterable) else ("",)
+    if len(patterns) > MOST or not all(isinstance(pattern, str) and pattern for pattern in patterns):
         raise UsageError(f"patterns must be strings, at most {MOST}", hint='for example include=["model/*"]')
-    return found
+    return patterns
 
 
 def _matches(path: str, pattern: str) -> bool:

@@ -137,8 +137,8 @@ class _Flattener:
         parts = tensors.parts_of(tensor, path)
         replicated = replicated or self._replicated_path(path)
         if parts is None:
-            seen = tensors.describe(tensor, path)
-            return TensorRef(self._add(Leaf(path, seen, replicated or seen.sharded)))
+            local = tensors.describe(tensor, path)
+            return TensorRef(self._add(Leaf(path, local, replicated or local.sharded)))
         inner = {k: self.value(v, join(path, k), replicated, depth + 1) for k, v in parts.tensors.items()}
         return PartsNode(parts.kind, parts.values, inner)
 
@@ -164,8 +164,8 @@ def state_of(value: Any, path: str) -> object:
 
 def _as_dict(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """A state's outermost mapping as a dict. Only dict, OrderedDict, Counter and defaultdict keep their type."""
-    known: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
-    return state if isinstance(state, dict) and type(state) in known else dict(state)
+    kept_types: tuple[type, ...] = (dict, OrderedDict, Counter, defaultdict)
+    return state if isinstance(state, dict) and type(state) in kept_types else dict(state)
 
 
 _ALIGN = 16
@@ -189,8 +189,8 @@ def share(flat: Flat) -> Flat:
         views |= refs
     if not views:
         return flat
-    kept = [bases.get(leaf.name, leaf) for leaf in flat.leaves if leaf.name in bases or leaf.name not in views]
-    return Flat(_renamed(flat.tree, views), kept)
+    leaves = [bases.get(leaf.name, leaf) for leaf in flat.leaves if leaf.name in bases or leaf.name not in views]
+    return Flat(_renamed(flat.tree, views), leaves)
 
 
 def _groups(leaves: list[Leaf]) -> Iterator[list[_Reach]]:
@@ -200,25 +200,25 @@ def _groups(leaves: list[Leaf]) -> Iterator[list[_Reach]]:
             by_storage[tensors.storage_of(leaf.local.tensor), leaf.replicated, leaf.first].append(leaf)
     for sharing in by_storage.values():
         if len(sharing) > 1:  # rare, so the byte ranges are computed for these only
-            found = ((leaf, tensors.byte_range(leaf.local.tensor)) for leaf in sharing)
-            members = [_Reach(leaf, *reach) for leaf, reach in found if reach is not None]
+            reaches = ((leaf, tensors.byte_range(leaf.local.tensor)) for leaf in sharing)
+            members = [_Reach(leaf, *reach) for leaf, reach in reaches if reach is not None]
             for group in tensors.overlapping((member, (member.start, member.stop)) for member in members):
                 if len(group) > 1 and _is_worth_joining(group):
                     yield sorted(group, key=lambda m: m.leaf.name)
 
 
 def _is_worth_joining(group: list[_Reach]) -> bool:
-    own: int = sum(member.leaf.local.tensor.nbytes for member in group)
-    return max(m.stop for m in group) - min(m.start for m in group) <= 2 * own
+    member_bytes: int = sum(member.leaf.local.tensor.nbytes for member in group)
+    return max(m.stop for m in group) - min(m.start for m in group) <= 2 * member_bytes
 
 
 def _joined(group: list[_Reach]) -> tuple[Leaf, dict[str, ViewRef]]:
     start = min(member.start for member in group) // _ALIGN * _ALIGN
     stop = max(member.stop for member in group)
     first = group[0].leaf
-    seen = LocalTensor(tensors.storage_bytes(first.local.tensor, start, stop), "uint8", whole((stop - start,)))
+    local = LocalTensor(tensors.storage_bytes(first.local.tensor, start, stop), "uint8", whole((stop - start,)))
     refs = {member.leaf.name: _view(member.leaf, first.name, start) for member in group}
-    return Leaf(first.name, seen, first.replicated, first.first), refs
+    return Leaf(first.name, local, first.replicated, first.first), refs
 
 
 def _view(leaf: Leaf, base: str, start: int) -> ViewRef:

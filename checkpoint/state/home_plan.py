@@ -127,14 +127,14 @@ def divide(rows: Sequence[Row], ranks: Exchange) -> Share:
     numbers: dict[int, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
         numbers[home_of(row.name, ranks.world_size)].append(number)
-    sent = {home: msgspec.msgpack.encode([rows[number] for number in indices]) for home, indices in numbers.items()}
-    received = {sender: _rows_decoder.decode(data) for sender, data in ranks.all_to_all(sent).items()}
+    messages = {home: msgspec.msgpack.encode([rows[number] for number in indices]) for home, indices in numbers.items()}
+    received = {sender: _rows_decoder.decode(data) for sender, data in ranks.all_to_all(messages).items()}
     home = _Home(received)
     _raise_together(ranks, home.error)
     replies = {sender: _reply_decoder.decode(data) for sender, data in ranks.all_to_all(home.replies()).items()}
     keys = {rows[number].key: number for indices in numbers.values() for number in indices}
-    given = ranks.all_to_all(_divided(replies.values()))
-    written = {keys[key] for data in given.values() for key in _keys_decoder.decode(data)}
+    keys_to_write = ranks.all_to_all(_divided(replies.values()))
+    written = {keys[key] for data in keys_to_write.values() for key in _keys_decoder.decode(data)}
     shared: dict[Holders, list[int]] = defaultdict(list)
     for sender, indices in numbers.items():
         reply = replies[sender]
@@ -153,15 +153,15 @@ def divider_of(holders: Sequence[int]) -> int:
 
 def runs(ranks: Sequence[int]) -> Holders:
     """Express ascending ranks as runs. All ranks of a job are one run, and so are those along a mesh dimension."""
-    found: list[tuple[int, int, int]] = []
+    merged: list[tuple[int, int, int]] = []
     for rank in ranks:
-        if found:
-            first, count, distance = found[-1]
+        if merged:
+            first, count, distance = merged[-1]
             if count == 1 or rank == first + count * distance:
-                found[-1] = first, count + 1, rank - first if count == 1 else distance
+                merged[-1] = first, count + 1, rank - first if count == 1 else distance
                 continue
-        found.append((rank, 1, 1))
-    return tuple(found)
+        merged.append((rank, 1, 1))
+    return tuple(merged)
 
 
 def ranks_in(holders: Holders) -> tuple[int, ...]:
@@ -187,10 +187,10 @@ class HeldRows:
         self.rows.setdefault(key, row)
         if rank not in self.holders[key][-1:]:
             self.holders[key].append(rank)
-        first, other = self._first.setdefault(row.name, (row, rank))
+        first, other_rank = self._first.setdefault(row.name, (row, rank))
         if (first.dtype, first.shape) != (row.dtype, row.shape) and self.error is None:
-            what = f"it is {_type_name(first)} on rank {other} and {_type_name(row)} on rank {rank}"
-            self.error = f"tensor {row.name!r:.200}: {what}"
+            difference = f"it is {_type_name(first)} on rank {other_rank} and {_type_name(row)} on rank {rank}"
+            self.error = f"tensor {row.name!r:.200}: {difference}"
 
     def _uncovered(self) -> str | None:
         boxes: dict[str, list[Box]] = defaultdict(list)
@@ -212,8 +212,8 @@ class _Home:
 
     def __init__(self, received: Mapping[int, Sequence[Row]]) -> None:
         self._received = received
-        held = HeldRows(sorted(received.items()))
-        self._rows, self._holders, self.error = held.rows, held.holders, held.error
+        held_rows = HeldRows(sorted(received.items()))
+        self._rows, self._holders, self.error = held_rows.rows, held_rows.holders, held_rows.error
 
     def replies(self) -> dict[int, bytes]:
         """The messages to the ranks that sent rows, and to dividers."""
@@ -222,15 +222,15 @@ class _Home:
         for key, holders in sets.items():
             if not self._rows[key].first:
                 to_divide[divider_of(self._holders[key])].append((holders, self._rows[key]))
-        found = {}
+        messages = {}
         for rank in {*self._received, *to_divide}:
             table: dict[Holders, int] = {}
             states = tuple(self._state(rank, row, sets, table) for row in self._received.get(rank, ()))
             rows = tuple(
                 (table.setdefault(holders, len(table)), row.key, row.nbytes) for holders, row in to_divide.get(rank, ())
             )
-            found[rank] = msgspec.msgpack.encode(_Reply(states, tuple(table), rows))
-        return found
+            messages[rank] = msgspec.msgpack.encode(_Reply(states, tuple(table), rows))
+        return messages
 
     def _state(self, rank: int, row: Row, sets: Mapping[str, Holders], table: dict[Holders, int]) -> int:
         holders = sets.get(row.key)
@@ -242,14 +242,14 @@ class _Home:
 def _divided(replies: Iterable[_Reply]) -> dict[int, bytes]:
     """A divider's messages: to each rank, the keys of the rows that it writes."""
     expanded: dict[Holders, Sequence[int]] = {}
-    held = []
+    rows = []
     for reply in replies:
         sets = [expanded.get(each) or expanded.setdefault(each, ranks_in(each)) for each in reply.sets]
-        held += [(key, nbytes, sets[number]) for number, key, nbytes in reply.rows]
-    given: dict[int, list[str]] = defaultdict(list)
-    for key, rank in assign_writers(held).items():
-        given[rank].append(key)
-    return {rank: msgspec.msgpack.encode(keys) for rank, keys in given.items()}
+        rows += [(key, nbytes, sets[number]) for number, key, nbytes in reply.rows]
+    keys_by_rank: dict[int, list[str]] = defaultdict(list)
+    for key, rank in assign_writers(rows).items():
+        keys_by_rank[rank].append(key)
+    return {rank: msgspec.msgpack.encode(keys) for rank, keys in keys_by_rank.items()}
 
 
 def _shared_rows(rows: Sequence[Row], shared: Mapping[Holders, Sequence[int]]) -> Iterator[SharedRows]:
@@ -264,8 +264,8 @@ def _raise_together(ranks: Exchange, text: str | None) -> None:
     lowest = bytes(255 - byte for byte in ranks.maximum(bytes(255 - byte for byte in marked)))
     if lowest == b"\xff" * 4:
         return
-    own = (text or "").encode()[:_TEXT_BYTES] if lowest == marked else b""
-    raise mismatch(ranks.maximum(own.ljust(_TEXT_BYTES, b"\0")).rstrip(b"\0").decode(errors="ignore"))
+    own_text = (text or "").encode()[:_TEXT_BYTES] if lowest == marked else b""
+    raise mismatch(ranks.maximum(own_text.ljust(_TEXT_BYTES, b"\0")).rstrip(b"\0").decode(errors="ignore"))
 
 
 def home_of(name: str, world_size: int) -> int:

@@ -91,16 +91,19 @@ def diverged(prepared: PreparedSave, ranks: Exchange, step: int) -> tuple[Diverg
         hashes = _hashes(prepared, step)
     except Exception as caught:  # the other ranks wait for this one
         error = caught
-    own = [b"".join(hashes[replica.key] for replica in each) if _holds_all(each, hashes) else b"" for each in sets]
-    whole = b"".join(_with_inverse(xxhash.xxh3_64_digest(one)) if one else bytes(16) for one in own)
-    most = ranks.maximum(whole)
-    found: list[Divergence] = []
-    for i, each in enumerate(sets):
-        if most[16 * i : 16 * i + 8] != _inverse(most[16 * i + 8 : 16 * i + 16]) and len(found) < _NAMED:
-            found += _named(each, ranks.all(own[i] or bytes(8 * len(each))))
+    joined = [
+        b"".join(hashes[replica.key] for replica in replicas_of_set) if _holds_all(replicas_of_set, hashes) else b""
+        for replicas_of_set in sets
+    ]
+    own_hashes = b"".join(_with_inverse(xxhash.xxh3_64_digest(one)) if one else bytes(16) for one in joined)
+    most = ranks.maximum(own_hashes)
+    divergences: list[Divergence] = []
+    for i, replicas_of_set in enumerate(sets):
+        if most[16 * i : 16 * i + 8] != _inverse(most[16 * i + 8 : 16 * i + 16]) and len(divergences) < _NAMED:
+            divergences += _named(replicas_of_set, ranks.all(joined[i] or bytes(8 * len(replicas_of_set))))
     if error is not None:
         raise error
-    return tuple(found[:_NAMED])
+    return tuple(divergences[:_NAMED])
 
 
 def _diverged_in_sets(
@@ -111,61 +114,63 @@ def _diverged_in_sets(
         hashes = _hashes(prepared, step)
     except Exception as caught:  # the other ranks wait for this one
         error = caught
-    own = {runs(each.holders): each for each in sets}
-    whole = {
-        holders: b"".join(hashes[key] for key in each.keys) for holders, each in own.items() if each.keys[0] in hashes
+    own_sets = {runs(each.holders): each for each in sets}
+    hashes_by_set = {
+        holders: b"".join(hashes[key] for key in each.keys)
+        for holders, each in own_sets.items()
+        if each.keys[0] in hashes
     }
-    combined = {holders: xxhash.xxh3_64_digest(joined) for holders, joined in whole.items()}
-    compared = _by_set(_to_dividers(own, combined, ranks))
+    combined = {holders: xxhash.xxh3_64_digest(joined) for holders, joined in hashes_by_set.items()}
+    compared = _by_set(_to_dividers(own_sets, combined, ranks))
     unequal = {holders for holders, given in compared.items() if len(set(given.values())) > 1}
-    found: tuple[Divergence, ...] = ()
+    divergences: tuple[Divergence, ...] = ()
     if ranks.maximum(bytes([bool(unequal)]))[0]:
-        found = _details(own, whole, {holders: compared[holders] for holders in unequal}, ranks)
+        divergences = _details(own_sets, hashes_by_set, {holders: compared[holders] for holders in unequal}, ranks)
     if error is not None:
         raise error
-    return found
+    return divergences
 
 
 _Hashes = dict[Holders, bytes]
 
 
-def _to_dividers(own: Mapping[Holders, ReplicaSet], hashes: _Hashes, ranks: Exchange) -> dict[int, _Hashes]:
+def _to_dividers(own_sets: Mapping[Holders, ReplicaSet], hashes: _Hashes, ranks: Exchange) -> dict[int, _Hashes]:
     """Send the hashes of each set to its divider; return those that this rank got as a divider, by sender."""
     sent: dict[int, _Hashes] = defaultdict(dict)
     for holders, value in hashes.items():
-        sent[divider_of(own[holders].holders)][holders] = value
+        sent[divider_of(own_sets[holders].holders)][holders] = value
     messages = {rank: msgspec.msgpack.encode(list(values.items())) for rank, values in sent.items()}
     received = ranks.all_to_all(messages)
     return {rank: dict(_decoder.decode(data)) for rank, data in received.items()}
 
 
 def _by_set(received: Mapping[int, _Hashes]) -> dict[Holders, dict[int, bytes]]:
-    found: dict[Holders, dict[int, bytes]] = defaultdict(dict)
+    by_set: dict[Holders, dict[int, bytes]] = defaultdict(dict)
     for rank, values in received.items():
         for holders, value in values.items():
-            found[holders][rank] = value
-    return found
+            by_set[holders][rank] = value
+    return by_set
 
 
 def _details(
-    own: Mapping[Holders, ReplicaSet],
-    whole: _Hashes,
+    own_sets: Mapping[Holders, ReplicaSet],
+    hashes_by_set: _Hashes,
     unequal: Mapping[Holders, Mapping[int, bytes]],
     ranks: Exchange,
 ) -> tuple[Divergence, ...]:
     """Return the divergences of all sets whose hashes their dividers found unequal. All ranks get the same result."""
     requested: dict[int, list[tuple[Holders, bytes]]] = defaultdict(list)
-    for holders, given in unequal.items():
-        for rank in given:
+    for holders, hashes_by_rank in unequal.items():
+        for rank in hashes_by_rank:
             requested[rank].append((holders, b""))
-    messages = {rank: msgspec.msgpack.encode(wanted) for rank, wanted in requested.items()}
-    wanted = {holders for data in ranks.all_to_all(messages).values() for holders, _ in _decoder.decode(data)}
-    received = _by_set(_to_dividers(own, {holders: whole[holders] for holders in wanted}, ranks))
-    found: list[tuple[str, tuple[int, ...]]] = []
+    messages = {rank: msgspec.msgpack.encode(sets) for rank, sets in requested.items()}
+    requested_sets = {holders for data in ranks.all_to_all(messages).values() for holders, _ in _decoder.decode(data)}
+    received = _by_set(_to_dividers(own_sets, {holders: hashes_by_set[holders] for holders in requested_sets}, ranks))
+    unequal_names: list[tuple[str, tuple[int, ...]]] = []
     for holders in sorted(received):
-        if len(found) < _NAMED:
-            found += [(each.name, each.ranks) for each in _unequal(own[holders].names, received[holders])]
-    encoded = msgspec.msgpack.encode(found[:_NAMED])
+        if len(unequal_names) < _NAMED:
+            unequal_names += [(each.name, each.ranks) for each in _unequal(own_sets[holders].names, received[holders])]
+    encoded = msgspec.msgpack.encode(unequal_names[:_NAMED])
     longest = int.from_bytes(ranks.maximum(len(encoded).to_bytes(4, "big")), "big")
     lists = ranks.all(len(encoded).to_bytes(4, "big") + encoded.ljust(longest, b"\0"))
     rows = [row for data in lists for row in _rows_decoder.decode(data[4 : 4 + int.from_bytes(data[:4], "big")])]
@@ -202,18 +207,18 @@ def _hashes(prepared: PreparedSave, step: int) -> dict[str, bytes]:
     for key, leaf in prepared.shared.items():
         keys.append(key)
         samples.append(sample(leaf.local.tensor, step))
-    found: dict[str, bytes] = {}
+    by_key: dict[str, bytes] = {}
     for device in {each.device for each in samples}:
         on_device = [i for i, each in enumerate(samples) if each.device == device]
         if device.type == "cpu":
-            found |= {keys[i]: xxhash.xxh3_64_digest(memory_of(samples[i])) for i in on_device}
+            by_key |= {keys[i]: xxhash.xxh3_64_digest(memory_of(samples[i])) for i in on_device}
             continue
         together, at = memory_of(copied := torch.cat([samples[i] for i in on_device]).cpu()), 0
         for i in on_device:
-            found[keys[i]] = xxhash.xxh3_64_digest(together[at : at + samples[i].numel()])
+            by_key[keys[i]] = xxhash.xxh3_64_digest(together[at : at + samples[i].numel()])
             at += samples[i].numel()
         del copied  # `together` is a view of its memory
-    return found
+    return by_key
 
 
 def _holds_all(members: Sequence[Replica], hashes: dict[str, bytes]) -> bool:
@@ -237,7 +242,7 @@ def _named(members: Sequence[Replica], hashes: Sequence[bytes]) -> Iterator[Dive
 def _unequal(names: Sequence[str], hashes: Mapping[int, bytes]) -> Iterator[Divergence]:
     """Yield the tensors whose hashes differ. `hashes` has each rank's joined hashes, in the order of `names`."""
     for i, name in enumerate(names):
-        held = {rank: joined[8 * i : 8 * i + 8] for rank, joined in sorted(hashes.items())}
-        if len(set(held.values())) > 1:
-            most = Counter(held.values()).most_common(1)[0][0]
-            yield Divergence(name, tuple(rank for rank, value in held.items() if value != most))
+        hashes_of_name = {rank: joined[8 * i : 8 * i + 8] for rank, joined in sorted(hashes.items())}
+        if len(set(hashes_of_name.values())) > 1:
+            most = Counter(hashes_of_name.values()).most_common(1)[0][0]
+            yield Divergence(name, tuple(rank for rank, value in hashes_of_name.items() if value != most))

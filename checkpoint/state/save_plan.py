@@ -162,12 +162,12 @@ class Exchange(Protocol):
         ...
 
 
-def flatten_state(given: object, replicated: Callable[[str], bool] = state.never) -> FlatState:
-    """Split `given` into tensors and a document, without communication.
+def flatten_state(state_dict: object, replicated: Callable[[str], bool] = state.never) -> FlatState:
+    """Split `state_dict` into tensors and a document, without communication.
 
     `replicated`: as `replicated_path` of `flatten`.
     """
-    flat = share(state.flatten(given, replicated))
+    flat = share(state.flatten(state_dict, replicated))
     return FlatState(tree.encode(flat.tree), flat.leaves)
 
 
@@ -216,11 +216,13 @@ class SavePlanner:
 def _plan_by_homes(structure: Structure, ranks: Exchange) -> RankPlan:
     """Make the plan of a large job. Its digest is the plan digest, which covers the writes of all ranks."""
     rows = structure.rows
-    sent = [number for number, row in enumerate(rows) if row[3] and not _empty(row)]
-    table = [_as_row(rows[number]) for number in sent]
-    found = home_plan.divide(table, ranks)
-    own = [number for number, row in enumerate(rows) if not row[3]] + [sent[number] for number in found.written]
-    parts, specs = _specs(rows, sorted(own))
+    exchanged = [number for number, row in enumerate(rows) if row[3] and not _empty(row)]
+    table = [_as_row(rows[number]) for number in exchanged]
+    own_share = home_plan.divide(table, ranks)
+    written = [number for number, row in enumerate(rows) if not row[3]] + [
+        exchanged[number] for number in own_share.written
+    ]
+    parts, specs = _specs(rows, sorted(written))
     digests = ranks.all(group.share_digest(specs))
     sets = tuple(
         ReplicaSet(
@@ -228,9 +230,9 @@ def _plan_by_homes(structure: Structure, ranks: Exchange) -> RankPlan:
             tuple(table[number].key for number in each.rows),
             tuple(table[number].name for number in each.rows),
         )
-        for each in found.shared
+        for each in own_share.shared
     )
-    shared = tuple((table[number].key, sent[number]) for each in found.shared for number in each.rows)
+    shared = tuple((table[number].key, exchanged[number]) for each in own_share.shared for number in each.rows)
     assignment = WriteAssignment({}, (), group.plan_digest(digests))
     return RankPlan(structure, assignment, parts, specs, lay_out(specs), shared, sets)
 
@@ -242,52 +244,52 @@ def expected(flat: FlatState, rank: int, world_size: int) -> Layout:
         (x.name, chunking.nbytes(x.local.dtype, x.local.shape), (0,) if x.first else range(world_size))
         for x in replicated
     )
-    found = assign_writers(sizes)
+    writers = assign_writers(sizes)
     rows = flat.rows
-    own = [i for i, x in enumerate(flat.leaves) if found.get(x.name, rank) == rank and not _empty(rows[i])]
-    return lay_out(_specs(rows, own)[1])
+    own_leaves = [i for i, x in enumerate(flat.leaves) if writers.get(x.name, rank) == rank and not _empty(rows[i])]
+    return lay_out(_specs(rows, own_leaves)[1])
 
 
 def _rank_plan(structure: Structure, assignment: WriteAssignment, rank: int) -> RankPlan:
     rows, keys = structure.rows, structure.keys
-    own = [i for i, row in enumerate(rows) if assignment.owners.get(keys[i], None if row[3] else rank) == rank]
+    own_leaves = [i for i, row in enumerate(rows) if assignment.owners.get(keys[i], None if row[3] else rank) == rank]
     local_keys = {key: i for i, key in enumerate(keys) if rows[i][3]}
     shared = tuple(
         (replica.key, local_keys[replica.key]) for replica in assignment.replicas if replica.key in local_keys
     )
-    parts, specs = _specs(rows, own)
+    parts, specs = _specs(rows, own_leaves)
     return RankPlan(structure, assignment, parts, specs, lay_out(specs), shared)
 
 
 def _specs(
-    rows: Sequence[_Row], own: Sequence[int]
+    rows: Sequence[_Row], numbers: Sequence[int]
 ) -> tuple[tuple[tuple[int, tuple[slice, ...]], ...], tuple[TensorSpec, ...]]:
-    """The parts of the leaves `own` to store, and their specs.
+    """The parts of the leaves `numbers` to store, and their specs.
 
     A shard that is cut in an inner dimension is stored as several bands.
     """
     parts: list[tuple[int, tuple[slice, ...]]] = []
     specs: list[TensorSpec] = []
-    for number in own:
+    for number in numbers:
         name, dtype, box, replicated, _ = rows[number]
-        found = chunking.bands(box, chunking.ITEM_BYTES[dtype])
-        parts += [(number, chunking.inside(band, box) if len(found) > 1 else ()) for band in found]
-        specs += [TensorSpec(name, dtype, band, replicated) for band in found]
+        bands = chunking.bands(box, chunking.ITEM_BYTES[dtype])
+        parts += [(number, chunking.inside(band, box) if len(bands) > 1 else ()) for band in bands]
+        specs += [TensorSpec(name, dtype, band, replicated) for band in bands]
     return tuple(parts), tuple(specs)
 
 
 @functools.lru_cache(maxsize=2)
 def assign_writes(tables: tuple[bytes, ...]) -> WriteAssignment:
     """The assignment for these tables. The last ones are cached, because layouts rarely change."""
-    found = home_plan.HeldRows((rank, _decode(table)) for rank, table in enumerate(tables))
-    if found.error is not None:
-        raise home_plan.mismatch(found.error)
-    rows, holders = found.rows, found.holders
-    held = ((key, chunking.nbytes(row.dtype, row.local), _may_write(row, holders[key])) for key, row in rows.items())
+    held_rows = home_plan.HeldRows((rank, _decode(table)) for rank, table in enumerate(tables))
+    if held_rows.error is not None:
+        raise home_plan.mismatch(held_rows.error)
+    rows, holders = held_rows.rows, held_rows.holders
+    tensors = ((key, chunking.nbytes(row.dtype, row.local), _may_write(row, holders[key])) for key, row in rows.items())
     all_digests = digest(msgspec.msgpack.encode([digest(table) for table in tables]))
     replicas = (Replica(k, row.name, tuple(holders[k])) for k, row in rows.items() if len(holders[k]) > 1)
     compared = tuple(replica for replica in replicas if not rows[replica.key].first)
-    return WriteAssignment(assign_writers(held), compared, all_digests)
+    return WriteAssignment(assign_writers(tensors), compared, all_digests)
 
 
 def _decode(table: bytes) -> list[Row]:

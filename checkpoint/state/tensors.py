@@ -80,7 +80,7 @@ def describe(tensor: torch.Tensor, path: str) -> LocalTensor:
         shard = dtensors.local_shard(tensor, path)
         tensor, box = shard.local, shard.box
     dtype = name_of(tensor.dtype)
-    _refuse(tensor, dtype, path)
+    _require_supported(tensor, dtype, path)
     return LocalTensor(tensor, dtype, box, sharded, _memory(tensor))
 
 
@@ -174,10 +174,10 @@ def overlapping(ranges: Iterable[tuple[T, tuple[int, int] | None]]) -> Iterator[
     The items of a group, and the groups, are in the order of their first bytes. An item that overlaps no other is a
     group of its own.
     """
-    known = [(item, reach) for item, reach in ranges if reach is not None]
+    with_range = [(item, reach) for item, reach in ranges if reach is not None]
     group: list[T] = []
     end = 0
-    for item, (start, stop) in sorted(known, key=lambda each: each[1]):
+    for item, (start, stop) in sorted(with_range, key=lambda each: each[1]):
         if group and start >= end:
             yield group
             group, end = [], 0
@@ -189,17 +189,17 @@ def overlapping(ranges: Iterable[tuple[T, tuple[int, int] | None]]) -> Iterator[
 
 def storage_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """The bytes [start, stop) of the tensor's storage, as a view."""
-    made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return made.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return view.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
 
 
 def view_of(
     base: torch.Tensor, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> torch.Tensor:
     """A view of the bytes `base` from byte `offset`. `stride` is in elements."""
-    made = empty(getattr(torch, dtype), (0,), base.device)
+    view = empty(getattr(torch, dtype), (0,), base.device)
     start = base.storage_offset() + offset
-    return made.set_(base.untyped_storage(), start // made.element_size(), shape, stride)
+    return view.set_(base.untyped_storage(), start // view.element_size(), shape, stride)
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -218,7 +218,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _refuse(tensor: torch.Tensor, dtype: str, path: str) -> None:
+def _require_supported(tensor: torch.Tensor, dtype: str, path: str) -> None:
     if is_plain(tensor) and dtype in ITEM_BYTES and not tensor.is_quantized:
         return
     why, hint = "", "save a dense tensor with memory of its own instead"
@@ -269,7 +269,7 @@ def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if same is None or tensor.dtype == same else tensor.view(same)
 
 
-def settle(devices: Iterable[torch.device]) -> None:
+def synchronize(devices: Iterable[torch.device]) -> None:
     """Wait until the GPUs have finished the work that this thread queued.
 
     Other threads fill the sinks on their own streams. These streams do not wait for this thread's stream.
@@ -342,15 +342,15 @@ def parts_of(tensor: torch.Tensor, path: str) -> Parts | None:
     return None
 
 
-def assemble(given: Parts) -> torch.Tensor | None:
+def assemble(parts: Parts) -> torch.Tensor | None:
     """A sparse tensor on the memory of its parts, which may be filled later. None for a wrapper subclass."""
-    return _assembled(given, check_invariants=False)
+    return _assembled(parts, check_invariants=False)
 
 
-def check_parts(given: Parts, path: str) -> None:
+def check_parts(parts: Parts, path: str) -> None:
     """Check the parts of a sparse tensor after they are filled. Raises `CorruptionError` for invalid indices."""
     try:
-        _assembled(given, check_invariants=True)
+        _assembled(parts, check_invariants=True)
     except CorruptionError as error:
         raise CorruptionError(f"{path}: {error.message}") from None
 
@@ -366,9 +366,9 @@ def _assembled(given: Parts, check_invariants: bool) -> torch.Tensor | None:
                 indices, values, shape, check_invariants=check_invariants, is_coalesced=coalesced
             )
         if given.kind in _COMPRESSED:
-            parts = (tensors["compressed"], tensors["plain"], tensors["values"])
+            components = (tensors["compressed"], tensors["plain"], tensors["values"])
             layout = _COMPRESSED[given.kind][0]
-            return torch.sparse_compressed_tensor(*parts, shape, layout=layout, check_invariants=check_invariants)
+            return torch.sparse_compressed_tensor(*components, shape, layout=layout, check_invariants=check_invariants)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CorruptionError(f"the checkpoint's {given.kind} tensor is not valid: {str(error)[:300]}") from None
     return None

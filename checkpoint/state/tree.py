@@ -195,7 +195,7 @@ class _Packer:
             self.newer = True
             about, inner = (self.pack(each, path, depth + 1) for each in (value.about, value.value))
             return ["X", value.kind, about, inner]
-        raise _refused(value, path)
+        raise _unsupported_value(value, path)
 
     def _items(self, value: dict[Any, Any], path: str, depth: int) -> list[object]:
         items: list[object] = []
@@ -235,7 +235,7 @@ def _too_large(tree: object, size: int) -> UsageError:
     )
 
 
-def _refused(value: object, path: str) -> UsageError:
+def _unsupported_value(value: object, path: str) -> UsageError:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     hint = "save tensors, numbers, text, bytes, lists, tuples, dicts, or an object with state_dict and load_state_dict"
     like = next((base.__name__ for base in (dict, list, tuple, str, int, float) if isinstance(value, base)), None)

@@ -53,8 +53,8 @@ def encode(value: Any) -> ValueNode | None:
         names = [member.name for member in value] if isinstance(value, Flag) else [value.name]
         node = ValueNode("enum", [_name(kind), names])
     elif isinstance(value, tuple) and hasattr(kind, "_fields"):
-        known = _find(_name(kind)) is kind and not getattr(value, "__dict__", None)
-        return ValueNode("namedtuple", [_name(kind), list(kind._fields)], list(value)) if known else None
+        restorable = _find(_name(kind)) is kind and not getattr(value, "__dict__", None)
+        return ValueNode("namedtuple", [_name(kind), list(kind._fields)], list(value)) if restorable else None
     elif isinstance(value, np.generic):
         text = isinstance(value, np.str_ | np.bytes_)
         node = ValueNode(
@@ -62,7 +62,7 @@ def encode(value: Any) -> ValueNode | None:
         )
     else:
         return None
-    return node if _comes_back(node, value) else None
+    return node if _round_trips(node, value) else None
 
 
 def decode(node: ValueNode) -> Any:
@@ -77,16 +77,16 @@ def decode(node: ValueNode) -> Any:
         raise CorruptionError(f"a saved value of kind {node.kind} cannot be decoded: {error!s:.200}") from None
 
 
-def _comes_back(node: ValueNode, value: Any) -> bool:
+def _round_trips(node: ValueNode, value: Any) -> bool:
     try:
-        again = decode(node)
+        decoded = decode(node)
     except (CorruptionError, MismatchError):
         return False
-    if type(again) is not type(value):
+    if type(decoded) is not type(value):
         return False
     if isinstance(value, np.ndarray | np.generic):
-        return bool(again.dtype == value.dtype and again.tobytes() == value.tobytes())
-    return isinstance(value, io.BytesIO) or repr(again) == repr(value)
+        return bool(decoded.dtype == value.dtype and decoded.tobytes() == value.tobytes())
+    return isinstance(value, io.BytesIO) or repr(decoded) == repr(value)
 
 
 def _exact(value: Any, *kinds: type) -> Any:
@@ -96,21 +96,21 @@ def _exact(value: Any, *kinds: type) -> Any:
     return value
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     if _exact(value, int).bit_length() > _MAX_BITS:
         raise ValueError(f"an integer of more than {_MAX_BITS} bits")
     return int(value)
 
 
-def _wholes(about: Any, count: int | None = None) -> list[int]:
-    return [_whole(value) for value in _several(about, count)]
+def _integers(about: Any, count: int | None = None) -> list[int]:
+    return [_integer(value) for value in _list_of(about, count)]
 
 
-def _several(about: Any, count: int | None = None) -> list[Any]:
-    found: list[Any] = _exact(about, list)
-    if count is not None and len(found) != count:
-        raise ValueError(f"{len(found)} values instead of {count}")
-    return found
+def _list_of(about: Any, count: int | None = None) -> list[Any]:
+    items: list[Any] = _exact(about, list)
+    if count is not None and len(items) != count:
+        raise ValueError(f"{len(items)} values instead of {count}")
+    return items
 
 
 def _name(kind: type) -> str:
@@ -123,20 +123,20 @@ def _find(name: str) -> type | None:
     The function reads namespaces only, because attribute access could import a module.
     """
     module, _, path = name.partition(":")
-    found: object = sys.modules.get(module)
+    value: object = sys.modules.get(module)
     for part in path.split("."):
-        found = vars(found).get(part) if isinstance(found, ModuleType | type) else None
-    return found if isinstance(found, type) else None
+        value = vars(value).get(part) if isinstance(value, ModuleType | type) else None
+    return value if isinstance(value, type) else None
 
 
 def _loaded(name: Any, base: type) -> Any:
-    found = _find(_exact(name, str))
-    if found is None or not issubclass(found, base):
+    kind = _find(_exact(name, str))
+    if kind is None or not issubclass(kind, base):
         raise MismatchError(
             f"the checkpoint holds a value of the class {name!s:.200}, which is not loaded in this process",
             hint="import its module before restoring",
         )
-    return found
+    return kind
 
 
 def _changed(name: object) -> MismatchError:
@@ -147,18 +147,18 @@ def _changed(name: object) -> MismatchError:
 
 
 def _enum(about: Any, _: object) -> object:
-    name, names = _several(about, 2)
+    name, names = _list_of(about, 2)
     kind = _loaded(name, Enum)
-    members = [kind.__members__.get(_exact(each, str)) for each in _several(names)]
+    members = [kind.__members__.get(_exact(each, str)) for each in _list_of(names)]
     if None in members or (not issubclass(kind, Flag) and len(members) != 1):
         raise _changed(name)
     return functools.reduce(lambda a, b: a | b, members, kind(0)) if issubclass(kind, Flag) else members[0]
 
 
 def _namedtuple(about: Any, items: Any) -> object:
-    name, fields = _several(about, 2)
+    name, fields = _list_of(about, 2)
     kind = _loaded(name, tuple)
-    if getattr(kind, "_fields", None) != tuple(_several(fields)) or len(_several(items)) != len(fields):
+    if getattr(kind, "_fields", None) != tuple(_list_of(fields)) or len(_list_of(items)) != len(fields):
         raise _changed(name)
     return tuple.__new__(kind, items)
 
@@ -171,23 +171,23 @@ def _defaultdict(value: defaultdict[Any, Any]) -> ValueNode | None:
 
 
 def _of_torch(name: Any, kind: type) -> object:
-    found = vars(torch).get(_exact(name, str))
-    if not isinstance(found, kind):
+    value = vars(torch).get(_exact(name, str))
+    if not isinstance(value, kind):
         raise ValueError(f"torch has no {name!s:.60}")
-    return found
+    return value
 
 
 def _numpy(about: Any, _: object) -> Any:
-    text, shape, data = _several(about, 3)
+    text, shape, data = _list_of(about, 3)
     if not _NUMPY_DTYPE.fullmatch(text):
         raise ValueError(f"{text!r:.60} is not a type of numbers or text")
-    return np.frombuffer(_exact(data, bytes), np.dtype(text)).reshape(_wholes(shape)).copy()
+    return np.frombuffer(_exact(data, bytes), np.dtype(text)).reshape(_integers(shape)).copy()
 
 
 def _stream(about: Any, _: object) -> object:
-    data, position = _several(about, 2)
+    data, position = _list_of(about, 2)
     stream = io.BytesIO(_exact(data, bytes))
-    stream.seek(_whole(position))
+    stream.seek(_integer(position))
     return stream
 
 
@@ -218,25 +218,25 @@ _HOLDERS: dict[type, Callable[[Any], ValueNode | None]] = {
 _MAKING: dict[str, Callable[[Any, Any], object]] = {
     "torch.dtype": lambda about, _: _of_torch(about, torch.dtype),
     "torch.device": lambda about, _: torch.device(_exact(about, str)),
-    "torch.Size": lambda about, _: torch.Size(_wholes(about)),
+    "torch.Size": lambda about, _: torch.Size(_integers(about)),
     "torch.TorchVersion": lambda about, _: TorchVersion(_exact(about, str)),
     "numpy.array": _numpy,
     "numpy.scalar": lambda about, _: _numpy([about[0], [], about[1]], None)[()],
     "numpy.text": lambda about, _: (np.str_ if type(about) is str else np.bytes_)(_exact(about, str, bytes)),
     "io.BytesIO": _stream,
     "bytearray": lambda about, _: bytearray(_exact(about, bytes)),
-    "range": lambda about, _: range(*_wholes(about, 3)),
-    "slice": lambda about, _: slice(*(_exact(each, *PLAIN) for each in _several(about, 3))),
-    "fractions.Fraction": lambda about, _: fractions.Fraction(*_wholes(about, 2)),
+    "range": lambda about, _: range(*_integers(about, 3)),
+    "slice": lambda about, _: slice(*(_exact(each, *PLAIN) for each in _list_of(about, 3))),
+    "fractions.Fraction": lambda about, _: fractions.Fraction(*_integers(about, 2)),
     "decimal.Decimal": lambda about, _: decimal.Decimal(_exact(about, str)),
     "datetime.datetime": lambda about, _: datetime.datetime.fromisoformat(_exact(about, str)),
     "datetime.date": lambda about, _: datetime.date.fromisoformat(_exact(about, str)),
     "datetime.time": lambda about, _: datetime.time.fromisoformat(_exact(about, str)),
-    "datetime.timedelta": lambda about, _: datetime.timedelta(*_wholes(about, 3)),
+    "datetime.timedelta": lambda about, _: datetime.timedelta(*_integers(about, 3)),
     "pathlib.Path": lambda about, _: pathlib.Path(_exact(about, str)),
-    "set": lambda _, items: set(_several(items)),
-    "frozenset": lambda _, items: frozenset(_several(items)),
-    "collections.deque": lambda most, items: deque(_several(items), None if most is None else _whole(most)),
+    "set": lambda _, items: set(_list_of(items)),
+    "frozenset": lambda _, items: frozenset(_list_of(items)),
+    "collections.deque": lambda most, items: deque(_list_of(items), None if most is None else _integer(most)),
     "collections.defaultdict": lambda name, items: defaultdict(
         None if name is None else _FACTORIES[name], _exact(items, dict)
     ),

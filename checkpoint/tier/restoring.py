@@ -131,12 +131,12 @@ def node_tier(sidecar: SidecarName) -> Iterator[NodeTier]:
 
     It is looked up for each operation, because the sidecar may start or stop.
     """
-    found = Sidecar.find(sidecar)
+    connection = Sidecar.find(sidecar)
     try:
-        yield NodeTier(found)
+        yield NodeTier(connection)
     finally:
-        if found is not None:
-            found.close()
+        if connection is not None:
+            connection.close()
 
 
 def latest(local_tier: LocalTier | None, url: str, run: str, step: int | str | Base) -> Base | None:
@@ -155,9 +155,9 @@ def log_offline(run: str, base: Base) -> None:
 
 def outdated(run: str, restored: Base, newer: Base | None) -> ConflictError:
     """The error of a trainer that continues from a step which is no longer the latest."""
-    what = f"step {newer.step} of timeline {newer.timeline} is newer" if newer is not None else "the run has no step"
+    reason = f"step {newer.step} of timeline {newer.timeline} is newer" if newer is not None else "the run has no step"
     return ConflictError(
-        f"run {run}: step {restored.step} was restored while the store was unreachable, but {what}",
+        f"run {run}: step {restored.step} was restored while the store was unreachable, but {reason}",
         hint="restore again, or restore an older step by its number",
     )
 
@@ -209,9 +209,9 @@ def _is_committable(store: Store, local_tier: LocalTier, record: Record) -> bool
     """
     attempt = attempt_of(record)
     old = time.time() - record.created > STALE_SECONDS
-    found = commit.recognise(store, attempt)
-    if found is not None and found.attempt == attempt.id and not found.tombstone:
-        mark_committed(store, local_tier, record, found.committed)
+    committed = commit.recognise(store, attempt)
+    if committed is not None and committed.commits(attempt.id):
+        mark_committed(store, local_tier, record, committed.committed)
         return False
     if old or isinstance(commit.decide(attempt, commit.look(store, attempt, lease_alive=True)), commit.Stop):
         _mark_over(local_tier, record)
@@ -241,7 +241,7 @@ def _commit(store: Store, local_tier: LocalTier, record: Record) -> bool:
     with _lease(store, record, bases) as lease:
         _require_bases(store, local_tier, record, bases)
         try:
-            found = group_commit.finish_alone(store, attempt, lease)
+            committed = group_commit.finish_alone(store, attempt, lease)
         except ConflictError:
             _mark_over(local_tier, record)
             raise
@@ -250,15 +250,15 @@ def _commit(store: Store, local_tier: LocalTier, record: Record) -> bool:
         store.delete_many([info.key for info in store.list(names.leases_of(attempt.id))])
     for other in local_tier.records(record.source, record.run):
         if other.attempt == record.attempt:
-            mark_committed(store, local_tier, other, found.committed)
+            mark_committed(store, local_tier, other, committed.committed)
     return True
 
 
 def _bases_of_all(store: Store, attempt: Attempt) -> tuple[Base, ...]:
     """The bases of all ranks. The manifest of a rank that was kept while the store was unreachable names none."""
     keys = [attempt.manifest_key(rank) for rank in range(attempt.world_size)]
-    found = (manifests.decode(own_digest.fetch(store, key, max_bytes=manifests.MAX_BYTES), key) for key in keys)
-    return tuple(dict.fromkeys(base for manifest in found for base in manifest.bases))
+    all_manifests = (manifests.decode(own_digest.fetch(store, key, max_bytes=manifests.MAX_BYTES), key) for key in keys)
+    return tuple(dict.fromkeys(base for manifest in all_manifests for base in manifest.bases))
 
 
 def attempt_of(record: Record) -> Attempt:
@@ -269,10 +269,10 @@ def _manifest_of(local_tier: LocalTier, record: Record, recall: FetchFromBuddy) 
     key = record.own[-1]
     _require_in_tier(local_tier, record, key, recall)
     data = b"".join(_verified(local_tier, record.source, key))
-    found = manifests.decode(data, key)
+    manifest = manifests.decode(data, key)
     if key != attempt_of(record).manifest_key(record.rank):
         raise CorruptionError(f"the record of step {record.step} names the manifest of another rank")
-    return found, data
+    return manifest, data
 
 
 def _require_in_tier(local_tier: LocalTier, record: Record, key: str, recall: FetchFromBuddy) -> None:
@@ -281,10 +281,10 @@ def _require_in_tier(local_tier: LocalTier, record: Record, key: str, recall: Fe
 
 
 def _verified(local_tier: LocalTier, source: str, key: str) -> Iterator[memoryview]:
-    held = local_tier.open(source, key)
-    if held is None:
+    entry = local_tier.open(source, key)
+    if entry is None:
         raise NotFoundError(f"{key} is no longer in the local tier")
-    return checked(local_tier, held.label)
+    return checked(local_tier, entry.label)
 
 
 def _require_bases(store: Store, local_tier: LocalTier, record: Record, bases: Sequence[Base]) -> None:
@@ -292,9 +292,7 @@ def _require_bases(store: Store, local_tier: LocalTier, record: Record, bases: S
     pending = repository.pending_deletes(store)
     for base in bases:
         at = base.of(record.run)
-        found = commit.find_commit(store, names.commit(at.run, at.timeline, at.step))
-        committed = found is not None and found.attempt == base.attempt and not found.tombstone
-        if not committed or (at.run, at.timeline, at.step) in pending:
+        if not repository.is_committed(store, at.run, base) or (at.run, at.timeline, at.step) in pending:
             _mark_over(local_tier, record)
             raise ConflictError(
                 f"step {record.step} cannot be committed: retention removed step {base.step}, which it references"
@@ -317,19 +315,19 @@ def _mark_over(local_tier: LocalTier, record: Record) -> None:
 
 
 @contextlib.contextmanager
-def _logged(what: str) -> Iterator[None]:
+def _logged(problem: str) -> Iterator[None]:
     try:
         yield
     except (HeadraceError, OSError) as error:
-        _log.warning("%s: %s", what, error)
+        _log.warning("%s: %s", problem, error)
 
 
 @contextlib.contextmanager
 def _one_sender(local_tier: LocalTier, until: float) -> Iterator[None]:
     """Let one process of the node send at a time. The next one then finds the objects in the store."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            held.enter_context(file_lock(local_tier.root / "sending", until - time.monotonic(), _POLL))
+            stack.enter_context(file_lock(local_tier.root / "sending", until - time.monotonic(), _POLL))
         except TimeoutError:
             raise DeadlineError(
                 "another process of this node is still sending steps from the local tier", hint="restore again later"

@@ -73,9 +73,9 @@ class TierSave:
         p = self._plan
         key = names.manifest(p.run, p.timeline, p.step, p.attempt, p.rank)
         for pack in manifests.decode(encoded, key).packs:
-            kept = self._local_tier.open(self._url, pack.key) if pack.attempt == p.attempt else None
-            if kept is not None and not self.store.exists(pack.key):
-                self._writer.send_to_store(kept.label)
+            entry = self._local_tier.open(self._url, pack.key) if pack.attempt == p.attempt else None
+            if entry is not None and not self.store.exists(pack.key):
+                self._writer.send_to_store(entry.label)
 
     def complete(self, manifest: Manifest, encoded: bytes) -> None:
         """Keep the manifest and write the record, after all packs are written."""
@@ -98,11 +98,11 @@ class TierSave:
                 self._local_tier.withdraw(self._record)
         self._record = self.kept = None
 
-    def committed(self, found: Commit) -> None:
+    def committed(self, document: Commit) -> None:
         """Mark the record as committed."""
         if self._record is not None:
             with contextlib.suppress(*TROUBLE, HeadraceError):
-                mark_committed(self.store, self._local_tier, self._record, found.committed)
+                mark_committed(self.store, self._local_tier, self._record, document.committed)
 
 
 @contextlib.contextmanager

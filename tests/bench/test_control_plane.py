@@ -8,7 +8,7 @@ import pytest
 
 from headrace.bench.control_plane import commit, figures, plan, restore, state, steps
 from headrace.bench.control_plane.figures import METRICS, Figures
-from headrace.bench.workloads import simulate as cluster_model
+from headrace.bench.workloads import simulate
 from headrace.checkpoint.repository import collect
 from headrace.dataio.core.errors import UsageError
 from tests.support.benchmarks import run_part
@@ -129,4 +129,4 @@ def test_the_command_prints_the_figures_with_their_settings(capsys: pytest.Captu
 )
 def test_what_cannot_be_run_is_refused(arguments: list[str], refused: str) -> None:
     with pytest.raises(UsageError, match=refused):
-        cluster_model.simulate(["--control-plane", *arguments])
+        simulate.simulate(["--control-plane", *arguments])

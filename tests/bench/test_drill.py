@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 from headrace.bench import gpu_drill
 from headrace.bench.core import results
-from headrace.bench.drill import checks, loading, wheels
+from headrace.bench.drill import checks, nvdec, wheels
 from headrace.bench.drill.result import PartResult
 from headrace.bench.drill.wheels import DrillError
 from headrace.dataio.core.errors import HeadraceError
@@ -309,11 +309,11 @@ class Card:
 
 
 def test_the_driver_is_asked_about_the_card_that_is_used() -> None:
-    card = loading._card(Card(), "00000000:1B:00.0")
-    assert loading.read_utilization(Card(), card) == {"dec": 0x1B}
-    assert loading.read_utilization(Card(), loading._card(Card(), None)) == {"dec": 100}
+    card = nvdec._card(Card(), "00000000:1B:00.0")
+    assert nvdec.read_utilization(Card(), card) == {"dec": 0x1B}
+    assert nvdec.read_utilization(Card(), nvdec._card(Card(), None)) == {"dec": 100}
     with pytest.raises(OSError, match="NVML error 9"):
-        loading._card(Card(9), None)
+        nvdec._card(Card(9), None)
 
 
 def test_without_nvml_nvidia_smi_samples_the_card_that_is_used_and_no_other(
@@ -330,7 +330,7 @@ def test_without_nvml_nvidia_smi_samples_the_card_that_is_used_and_no_other(
     monkeypatch.setattr(ctypes, "CDLL", absent)
     for address, chosen in (("00000000:1B:00.0", "00000000:1B:00.0"), (None, "0")):
         (tmp_path / "calls").unlink(missing_ok=True)
-        with loading.UtilizationSampler(address) as watch:
+        with nvdec.UtilizationSampler(address) as watch:
             until = time.monotonic() + 60
             while not (tmp_path / "calls").exists() and time.monotonic() < until:
                 time.sleep(0.01)
@@ -342,9 +342,9 @@ def test_without_nvml_nvidia_smi_samples_the_card_that_is_used_and_no_other(
 def test_the_table_of_nvidia_smi_is_read_by_its_own_heading() -> None:
     names, units = "# gpu  sm  mem  enc  dec  jpg  ofa", "# Idx   %    %    %    %    %    %"
     text = f"{names}\n{units}\n    0   12    3    0   88    -    0\n"
-    assert loading.parse_dmon(text * 2)["dec"] == [88, 88]
-    assert loading.parse_dmon(text).get("jpg", []) == []
-    assert loading.parse_dmon("no table") == {}
+    assert nvdec.parse_dmon(text * 2)["dec"] == [88, 88]
+    assert nvdec.parse_dmon(text).get("jpg", []) == []
+    assert nvdec.parse_dmon("no table") == {}
 
 
 def test_a_part_that_lacks_a_package_says_which_fails_nothing_and_is_run_once_it_is_there(
@@ -418,11 +418,11 @@ def test_what_nvdec_decodes_is_compared_for_each_number_of_threads(
     monkeypatch.setattr(Standing, "worse", worse)
     monkeypatch.setattr(Standing, "seen", [])
     for name, value in (("_SECONDS", 0.0), ("_FRAMES", 4), ("_address", lambda: None)):
-        monkeypatch.setattr(loading, name, value)
-    monkeypatch.setattr(loading, "_CLIPS", dict.fromkeys(loading._CLIPS, 4))
-    loading.make(tmp_path / "clip.mp4", "libx264", 160, 144)
+        monkeypatch.setattr(nvdec, name, value)
+    monkeypatch.setattr(nvdec, "_CLIPS", dict.fromkeys(nvdec._CLIPS, 4))
+    nvdec.make(tmp_path / "clip.mp4", "libx264", 160, 144)
     part = PartResult("nvdec", "Decoding")
-    loading._measure(part, "h264", 144, tmp_path / "clip.mp4", True)
+    nvdec._measure(part, "h264", 144, tmp_path / "clip.mp4", True)
     assert Standing.seen == [4, 1, 2, 8]
     assert sorted(part.candidates) == ["DALI, GPU", *(f"DALI, GPU, {n} threads" for n in (1, 2, 8)), "PyAV"]
     for name, found in part.candidates.items():
@@ -455,7 +455,7 @@ def test_a_check_that_fails_is_an_error_of_the_part_and_the_others_go_on(monkeyp
 
 def test_what_dali_is_not_given_is_told_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace.loaders.decode.dali.DaliDecoder", Standing)
-    monkeypatch.setattr(loading, "_FRAMES", 6)
+    monkeypatch.setattr(nvdec, "_FRAMES", 6)
     check, part = decode_nvdec.check_nvdec, PartResult("checks", "Checks")
     part.metric("wrong", "wrong", "%")
     checks.decode_streams_not_given_to_dali(part, "")

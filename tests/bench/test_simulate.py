@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 
 from headrace.bench.core.processes import daemon, server
 from headrace.bench.core.results import decode
-from headrace.bench.workloads import simulate as cluster_model
-from headrace.bench.workloads.sidecar_rank import RankJob, Shape, run_ranks, write_shards
-from headrace.bench.workloads.simulate import (
+from headrace.bench.workloads import cluster_model, simulate
+from headrace.bench.workloads.cluster_model import (
     VARIANTS,
     Cluster,
     Costs,
@@ -30,6 +29,7 @@ from headrace.bench.workloads.simulate import (
     simulate_job,
     young,
 )
+from headrace.bench.workloads.sidecar_rank import RankJob, Shape, run_ranks, write_shards
 from headrace.dataio.cache.readers.bypass import MAX_BYTES
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import CACHE_BLOCK_BYTES
@@ -266,7 +266,7 @@ def test_a_store_with_few_requests_a_second_is_the_bound() -> None:
 
 
 def test_the_command_gives_every_answer_for_every_size(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cluster_model.simulate(["--gpus", "8,512", "--rounds", "2", "--json", "--set", "store_read=1e11"]) == 0
+    assert simulate.simulate(["--gpus", "8,512", "--rounds", "2", "--json", "--set", "store_read=1e11"]) == 0
     (part,) = decode(capsys.readouterr().out.encode(), "stdout").parts
     assert part.settings["store_read"] == 1e11
     for features in VARIANTS:
@@ -275,7 +275,7 @@ def test_the_command_gives_every_answer_for_every_size(capsys: pytest.CaptureFix
         assert len(metrics["goodput_512"]) == 2
         assert 50 < metrics["goodput_512"][0] <= 100
     with pytest.raises(UsageError, match="no setting 'speed'"):
-        cluster_model.simulate(["--set", "speed=1"])
+        simulate.simulate(["--set", "speed=1"])
 
 
 def test_help_needs_no_torch() -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.workloads.simulate import Cluster, Features, Job, costs
+from headrace.bench.workloads.cluster_model import Cluster, Features, Job, costs
 from headrace.dataio.testing.fault_proxy import FaultProxy
 from headrace.dataio.testing.s3_server import S3Server
 from tests.support.node_model import SaveCosts, predict_restore, predict_save

@@ -12,8 +12,9 @@ import torch
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.handle import Handle, SaveResult, Saves, warn_of_python
+from headrace.checkpoint.handle import Handle, SaveResult
 from headrace.checkpoint.lineage import Lineage
+from headrace.checkpoint.saves import Saves, warn_of_python
 from headrace.dataio.core import log
 from headrace.dataio.core.errors import AccessDeniedError, TransientError
 from headrace.dataio.store.open import open_store
@@ -50,7 +51,7 @@ def test_a_save_that_ends_late_does_not_take_the_place_of_a_newer_one(tmp_path: 
             handle.set_result(
                 SaveResult("exp", lineage.timeline, handle.step, handle.attempt, 0, 0, 0, 0.0, 0.0, "process")
             )
-            saves.settle()
+            saves.forget_ended()
         assert [msgspec.structs.astuple(base)[1:3] for base in lineage.new_ticket(3).bases] == [(2, "B")]
 
 

@@ -111,7 +111,7 @@ def test_a_path_that_is_not_in_the_name_is_written_out(
     name: str, path: tuple[str | int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuts = document._cuts(name, path)
-    assert cuts is None or document._cut(name, cuts) == path
+    assert cuts is None or document._path_from_cuts(name, cuts) == path
     for many in (document._MANY, 1):
         monkeypatch.setattr(document, "_MANY", many)
         tree = document.encode([name], {}, {name: path})[0]

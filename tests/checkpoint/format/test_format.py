@@ -43,10 +43,9 @@ from headrace.dataio.store.open import open_store
 ATTEMPT = "01HZZZZZZZ0000000000000000"
 
 
-def test_an_attempt_id_sorts_by_its_time_and_survives_its_bytes() -> None:
+def test_an_attempt_id_sorts_by_its_time() -> None:
     early, late = names.id_from_bytes(bytes(16)), names.new_id()
     assert early < late
-    assert names.id_from_bytes(names.id_to_bytes(late)) == late
     assert len({names.new_id() for _ in range(1000)}) == 1000
     for bad in ("", late + "0", late.lower(), "8" + late[1:]):
         with pytest.raises(UsageError, match="attempt id"):

@@ -14,7 +14,8 @@ import pytest
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.frameworks.naming import Names, read_name, write_file
+from headrace.checkpoint.frameworks.name_files import read_name, write_file
+from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.handle import Handle, Name
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.core.errors import CorruptionError, TransientError, UsageError

@@ -22,7 +22,7 @@ def test_what_the_trainers_stream_still_reads_is_waited_for_once_a_device(monkey
         torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: waited.append(device))
     )
     here = [torch.device(name) for name in ("cuda:1", "cpu", "cuda:0", "cuda:1")]
-    tensors.settle(here)
+    tensors.synchronize(here)
     assert sorted(waited, key=str) == [torch.device("cuda:0"), torch.device("cuda:1")]
 
 
@@ -36,7 +36,7 @@ def test_that_wait_comes_before_tensors_are_read_in_place(tmp_path: Path, monkey
 
     with Checkpointer(str(tmp_path), run="a", sidecar=None) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(3)}).result(60)
-        monkeypatch.setattr(tensors, "settle", lambda devices: seen.append(list(devices)))
+        monkeypatch.setattr(tensors, "synchronize", lambda devices: seen.append(list(devices)))
         monkeypatch.setattr(shared_reads, "read", spied)
         checkpointer.restore({"w": torch.zeros(3)})
     assert seen == [[torch.device("cpu")], "read"]
@@ -52,7 +52,7 @@ def test_torch_distributed_checkpoint_waits_likewise(tmp_path: Path, monkeypatch
         seen.append("read")
         read(*given)
 
-    monkeypatch.setattr(reader, "settle", lambda devices: seen.append(list(devices)))
+    monkeypatch.setattr(reader, "synchronize", lambda devices: seen.append(list(devices)))
     monkeypatch.setattr(chunk_reader, "read", spied)
     state = {"w": torch.zeros(3)}
     dcp.load(state, storage_reader=RepositoryReader(str(tmp_path), run="a"), no_dist=True)

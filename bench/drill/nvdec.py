@@ -1,15 +1,10 @@
-"""The drill's parts `nvdec` and `feed`: decoding on the card, and a loader that feeds a training step.
+"""The drill's part `nvdec`: decoding on the card.
 
-`nvdec` compares the pixels of NVDEC, through DALI `mixed`, with those of the CPU. It measures frames per second by
+It compares the pixels of NVDEC, through DALI `mixed`, with those of the CPU. It measures frames per second by
 codec and size. It encodes the clips itself (libx264, libx265, libvpx-vp9, libsvtav1). The loader's own decoders decode
 them from the same bytes. The difference is over all frames of a clip. Rates are those of several concurrent threads, as
 in the loader. Their frames are compared with those of one thread alone. For a stream that
 `headrace.loaders.decode.dali` does not give to the GPU, the part has a note.
-
-`feed` measures batches per second, and how long the device waits for data. A step without the loader, on a
-batch that stays on the device, gives the time that the device needs. The idle share is the share of the loop's time
-that exceeds it. On a GPU the step is repeated until it takes `_STEP_SECONDS`, like a step of a real video model on
-eight clips. The loader then decodes and copies during the step, on another stream.
 
 `UtilizationSampler` samples the utilisation of one card. It only reads.
 
@@ -22,11 +17,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import shutil
-import statistics
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -97,8 +90,8 @@ def request_for(path: Path) -> Any:
     from headrace.loaders.decode.base import Request
 
     info: Any = probe(path).video
-    wanted = Wanted("index", tuple(range(min(_FRAMES, info.frames))), info.key_frames[0])
-    return Request(memoryview(path.read_bytes()), info, wanted)
+    frames = Wanted("index", tuple(range(min(_FRAMES, info.frames))), info.key_frames[0])
+    return Request(memoryview(path.read_bytes()), info, frames)
 
 
 def _decoders(codec: str, gpu: bool) -> Iterator[tuple[str, Any]]:
@@ -128,7 +121,7 @@ def _measure(part: PartResult, codec: str, height: int, path: Path, gpu: bool) -
     reference: Any = None
     for decoder_name, decoder in _decoders(codec, gpu):
         try:
-            frames = _one(decoder, request)
+            frames = _decode_one(decoder, request)
         except UnsupportedError as error:
             part.notes.append(f"{codec} {height}p: PyAV decodes it in place of {decoder_name}: {error}")
             return
@@ -136,8 +129,8 @@ def _measure(part: PartResult, codec: str, height: int, path: Path, gpu: bool) -
         _compare(part, decoder_name, name, frames, reference)
         count = _CLIPS[decoder_name.rpartition(",")[0] if "threads" in decoder_name else decoder_name]
         with UtilizationSampler(_address() if gpu else None) as watch:
-            found = rates(functools.partial(_many, decoder, request, count), _SECONDS * gpu)
-        part.add(decoder_name, f"{name}_rate", *found)
+            frame_rates = rates(functools.partial(_many, decoder, request, count), _SECONDS * gpu)
+        part.add(decoder_name, f"{name}_rate", *frame_rates)
         if "GPU" in decoder_name and watch.samples.get("dec"):
             part.add(decoder_name, f"{name}_dec", *watch.samples["dec"])
         if not all(bool((one.cpu() == frames).all()) for one in _at_once(decoder, request, count)):
@@ -154,7 +147,7 @@ def _compare(part: PartResult, decoder: str, name: str, frames: Any, reference: 
         part.fail(decoder, f"{name}: pixels are off by up to {int(difference.max())}, {often:.2%} by more than one")
 
 
-def _one(decoder: Any, request: Any) -> Any:
+def _decode_one(decoder: Any, request: Any) -> Any:
     return _frames(decoder.decode([request])[0]).cpu()
 
 
@@ -169,10 +162,10 @@ def _at_once(decoder: Any, request: Any, count: int) -> list[Any]:
         return [frames for share in pool.map(some, (requests[at::4] for at in range(4))) for frames in share]
 
 
-def _frames(found: Any) -> Any:
-    if isinstance(found, Exception):
-        raise found
-    return found.frames
+def _frames(decoded: Any) -> Any:
+    if isinstance(decoded, Exception):
+        raise decoded
+    return decoded.frames
 
 
 def _many(decoder: Any, request: Any, count: int) -> float:
@@ -266,19 +259,19 @@ class _Rates(ctypes.Structure):
 
 def read_utilization(library: Any, card: ctypes.c_void_p) -> dict[str, float]:
     """Return the utilisation of decoders, multiprocessors and memory in per cent, as far as the card reports it."""
-    found: dict[str, float] = {}
+    utilization: dict[str, float] = {}
     busy, period, rates = ctypes.c_uint(), ctypes.c_uint(), _Rates()
     if not library.nvmlDeviceGetDecoderUtilization(card, ctypes.byref(busy), ctypes.byref(period)):
-        found["dec"] = float(busy.value)
+        utilization["dec"] = float(busy.value)
     if not library.nvmlDeviceGetUtilizationRates(card, ctypes.byref(rates)):
-        found |= {"sm": float(rates.gpu), "mem": float(rates.memory)}
-    return found
+        utilization |= {"sm": float(rates.gpu), "mem": float(rates.memory)}
+    return utilization
 
 
 def parse_dmon(text: str) -> dict[str, list[float]]:
     """Return the columns of `nvidia-smi dmon` by name, without "-" and other values that are not numbers."""
     names: list[str] = []
-    found: dict[str, list[float]] = {}
+    columns: dict[str, list[float]] = {}
     for line in text.splitlines():
         if line.startswith("#"):
             words = line.lstrip("# ").split()
@@ -286,151 +279,7 @@ def parse_dmon(text: str) -> dict[str, list[float]]:
             continue
         for name, value in zip(names, line.split(), strict=False):
             try:
-                found.setdefault(name, []).append(float(value))
+                columns.setdefault(name, []).append(float(value))
             except ValueError:
                 continue
-    return found
-
-
-# --- feed
-
-
-_STEP_SECONDS = 0.05
-
-
-def feed(gpu: bool) -> PartResult:
-    """Measure the step alone, the loader alone, and both together."""
-    import torch
-
-    part = PartResult("feed", "Loader into the device, under a training step")
-    part.metric("rate", "batches/s", "1/s", "higher")
-    part.metric("idle", "device idle", "%", goal=5)
-    part.metric("peak", "device memory at most", "MiB")
-    steps, clips = (120, 256) if gpu else (6, 8)
-    part.settings = {
-        "steps": steps,
-        "clips": clips,
-        "batch": 8,
-        "frames": 16,
-        "size": 112,
-        "device": "cuda" if gpu else "cpu",
-    }
-    with tempfile.TemporaryDirectory(prefix="mrb-") as scratch:
-        url = _dataset(Path(scratch), clips)
-        model = _Model(gpu)
-        alone = model.alone(steps)
-        part.settings["passes a step"] = model.repeat
-        part.add("step alone", "rate", *(1 / seconds for seconds in alone))
-        for decoder in _loader_decoders(gpu):
-            loader, loop = _loop(url, None, steps, gpu, decoder), _loop(url, model, steps, gpu, decoder)
-            part.add(f"loader alone, {decoder}", "rate", steps / loader)
-            part.add(f"loader and step, {decoder}", "rate", steps / loop)
-            part.add(f"loader and step, {decoder}", "idle", 100 * max(0.0, 1 - statistics.median(alone) * steps / loop))
-    if gpu:
-        part.add("step alone", "peak", torch.cuda.max_memory_allocated() / 2**20)
-    else:
-        part.notes.append("no GPU: decoding and step share the cores, so idle is not that of a GPU")
-    return part
-
-
-def _loader_decoders(gpu: bool) -> tuple[str, ...]:
-    """Return the decoders to measure.
-
-    With a GPU these are NVDEC and PyAV. The comparison shows how much CPU time NVDEC saves.
-    """
-    from headrace.loaders.decode import registry
-
-    return ("auto", "pyav") if gpu and registry.missing("dali_gpu") is None else ("pyav",)
-
-
-def _dataset(scratch: Path, clips: int) -> str:
-    from headrace.bench.core.data import make_clip
-    from headrace.dataio import pack
-
-    (scratch / "clips").mkdir()
-    for number in range(min(clips, 16)):
-        make_clip(scratch / "clips", number, seconds=3, width=320, height=240)
-    originals = sorted((scratch / "clips").iterdir())
-    for number in range(len(originals), clips):
-        original = originals[number % len(originals)]
-        (scratch / "clips" / f"copy{number:04d}{original.suffix}").write_bytes(original.read_bytes())
-    pack([str(scratch / "clips")], str(scratch / "dataset")).close()
-    return str(scratch / "dataset")
-
-
-class _Model:
-    """A small 3-D network over clips, in bf16, with AdamW."""
-
-    def __init__(self, gpu: bool) -> None:
-        import torch
-
-        self._torch, self.device = torch, torch.device("cuda" if gpu else "cpu")
-        wide = 64 if gpu else 4
-        self._net = torch.nn.Sequential(
-            torch.nn.Conv3d(3, wide, 5, stride=2),
-            torch.nn.GELU(),
-            torch.nn.Conv3d(wide, 2 * wide, 3, stride=2),
-            torch.nn.GELU(),
-            torch.nn.AdaptiveAvgPool3d(1),
-            torch.nn.Flatten(),
-            torch.nn.Linear(2 * wide, 10),
-        ).to(self.device)
-        self._optimizer = torch.optim.AdamW(self._net.parameters())
-        self.repeat = 1
-        if gpu:
-            self.repeat = max(1, round(_STEP_SECONDS / statistics.median(self.alone(20))))
-
-    def step(self, video: Any) -> None:
-        clip = video.to(self.device).transpose(1, 2).to(self._torch.bfloat16) / 255
-        for _ in range(self.repeat):
-            self._once(clip)
-
-    def _once(self, clip: Any) -> None:
-        torch = self._torch
-        with torch.autocast(self.device.type, torch.bfloat16):
-            loss = self._net(clip).float().square().mean()
-        self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self._optimizer.step()
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            self._torch.cuda.synchronize()
-
-    def alone(self, steps: int) -> list[float]:
-        video = self._torch.zeros(8, 16, 3, 112, 112, dtype=self._torch.uint8, device=self.device)
-        for _ in range(3):
-            self.step(video)
-        self.sync()
-        found = []
-        for _ in range(5):
-            began = time.perf_counter()
-            for _ in range(max(1, steps // 5)):
-                self.step(video)
-            self.sync()
-            found.append((time.perf_counter() - began) / max(1, steps // 5))
-        return found
-
-
-def _loop(url: str, model: _Model | None, steps: int, gpu: bool, decoder: Any) -> float:
-    """Return the seconds of `steps` batches, after two that do not count."""
-    from headrace.loaders import Clip, VideoLoader
-
-    device = "cuda" if gpu else "cpu"
-    done, began = -2, 0.0
-    clip = Clip(frames=16, stride=2)
-    with VideoLoader(
-        url, batch_size=8, clip=clip, size=(112, 112), device=device, decoder=decoder, sidecar=None, drop_last=False
-    ) as loader:
-        while done < steps:
-            for batch in loader:
-                done += 1
-                if done == 0:
-                    began = time.perf_counter()
-                if model:
-                    model.step(batch["video"])
-                if done >= steps:
-                    break
-    if model:
-        model.sync()
-    return time.perf_counter() - began
+    return columns
