@@ -127,7 +127,7 @@ class _Reader:
                 raise
             await self._check_length(span, scatter.count)
 
-        await _each(spans, stream, min(PARALLEL, len(spans)))
+        await _for_each(spans, stream, min(PARALLEL, len(spans)))
         if len(versions) > 1:
             raise TransientError(f"{self._name} was replaced while it was read", hint="read it again")
 
@@ -166,7 +166,7 @@ class _Scatter:
             self._left, data = self._left - n, data[n:]
 
 
-async def _each(items: Iterable[T], work: Callable[[T], Awaitable[None]], width: int) -> None:
+async def _for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], width: int) -> None:
     """Await `work(item)` for all `items`, `width` at a time. The first error cancels the others and waits for them."""
     todo = iter(items)
 
