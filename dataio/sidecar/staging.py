@@ -17,9 +17,9 @@ from headrace.dataio.core import tracing
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import session
-from headrace.dataio.sidecar.job_stats import SaveStats
 from headrace.dataio.sidecar.jobs.job_service import JobService
 from headrace.dataio.sidecar.jobs.job_table import Job
+from headrace.dataio.sidecar.save_stats import SaveStats
 from headrace.dataio.sidecar.tier.tier_service import TierService
 
 if TYPE_CHECKING:
