@@ -72,11 +72,11 @@ class _Known:
     `used`: it was read since it was last considered for eviction. `first` and `end` are its only run, if it has just one.
     """
 
-    __slots__ = ("end", "file", "first", "mapped", "present", "used", "whole")
+    __slots__ = ("data", "end", "file", "first", "mapped", "present", "used")
 
     def __init__(self, file: int, mapped: MappedFile | None, present: Sequence[tuple[int, int]]) -> None:
         self.file, self.mapped, self.present, self.used = file, mapped, present, True
-        self.whole = memoryview(mapped) if mapped is not None else memoryview(b"")
+        self.data = memoryview(mapped) if mapped is not None else memoryview(b"")
         self.first, self.end = present[0] if len(present) == 1 else (0, 0)
 
     def views(self, ranges: Ranges) -> list[memoryview] | None:
@@ -84,15 +84,15 @@ class _Known:
 
         Every read calls this, so the most common case, a single run, is checked first.
         """
-        whole, first, end, found = self.whole, self.first, self.end, list[memoryview]()
+        data, first, end, parts = self.data, self.first, self.end, list[memoryview]()
         for offset, length in ranges:
             if offset < first or offset + length > end:
                 return self.cut(ranges) if covered(self.present, ranges) else None
-            found.append(whole[offset : offset + length])
-        return found
+            parts.append(data[offset : offset + length])
+        return parts
 
     def cut(self, ranges: Ranges) -> list[memoryview]:
-        return [self.whole[offset : offset + length] for offset, length in ranges]
+        return [self.data[offset : offset + length] for offset, length in ranges]
 
 
 class _Tally:
@@ -147,24 +147,24 @@ class SidecarReader:
         self._announced: list[tuple[str, int, int]] = []  # the list that was sent last
         self._announcing = threading.Lock()
         self._closed = False
-        self._connected()
+        self._get_connection()
 
     def read(self, key: str, ranges: Ranges) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
-        connection = self._connected()
+        connection = self._get_connection()
         if connection is not None:
             known = self._known.get(key)
-            found = known.views(ranges) if known is not None else None
-            if known is not None and found is not None:
+            data = known.views(ranges) if known is not None else None
+            if known is not None and data is not None:
                 known.used = True
                 connection.touched_files.add(known.file)
                 self._tally.read(size := sum([length for _, length in ranges]), size)
-                return found
+                return data
             try:
-                found = self._ask(connection, key, ranges, known)
-                if found is not None:
+                data = self._ask(connection, key, ranges, known)
+                if data is not None:
                     self._tally.read(sum([length for _, length in ranges]), 0)
-                    return found
+                    return data
                 # no room in the daemon's cache: read exactly these bytes
                 return stream(self._store, key, ranges)
             except (HeadraceError, OSError) as error:
@@ -183,7 +183,7 @@ class SidecarReader:
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Make the daemon prefetch the ranges that will be read next."""
-        connection = self._connected()
+        connection = self._get_connection()
         if connection is None:
             self._fallback().announce(upcoming)
             return
@@ -191,7 +191,7 @@ class SidecarReader:
             return  # little or nothing is left to prefetch, as in most of a later epoch
         with self._announcing:  # each announcement continues the one before
             try:
-                connection.send(self._announcement(connection, upcoming))
+                connection.send(self._build_announcement(connection, upcoming))
             except HeadraceError as error:
                 self._announced_on = None
                 _log.debug("not announced: %s", error)
@@ -201,13 +201,13 @@ class SidecarReader:
         with self._lock:
             self._closed = True
             connection, self._connection = self._connection, None
-            private, self._fallback_reader = self._fallback_reader, None
+            fallback, self._fallback_reader = self._fallback_reader, None
             known, self._known = self._known, OrderedDict()
         del known
         if connection is not None:
             connection.close()
-        if private is not None:
-            private.close()
+        if fallback is not None:
+            fallback.close()
         self._tally.send()
 
     # through the daemon
@@ -231,16 +231,16 @@ class SidecarReader:
         few = len(upcoming) // NEW_SHARE
         return few > 0 and bool(self._announced) and self._announced[-1] in upcoming[-few:]
 
-    def _announcement(self, connection: Sidecar, upcoming: Sequence[tuple[str, int, int]]) -> m.Announce:
+    def _build_announcement(self, connection: Sidecar, upcoming: Sequence[tuple[str, int, int]]) -> m.Announce:
         """The message for this list. It has only the new part if the daemon knows the rest."""
-        last = self._announced if self._announced_on is connection and connection.incremental else []
+        last_list = self._announced if self._announced_on is connection and connection.incremental else []
         self._announced_on = connection
-        removed = dropped_count(last, list(upcoming))
-        removed = len(last) if removed is None else removed
-        known = len(last) - removed
-        more = _fitting(upcoming[known : m.RANGES])
-        self._announced = [*last[removed:], *more]
-        return m.Announce(self._where, more, context(), removed if known else None)
+        num_dropped = dropped_count(last_list, list(upcoming))
+        num_dropped = len(last_list) if num_dropped is None else num_dropped
+        num_known = len(last_list) - num_dropped
+        new_part = _longest_fitting(upcoming[num_known : m.RANGES])
+        self._announced = [*last_list[num_dropped:], *new_part]
+        return m.Announce(self._where, new_part, context(), num_dropped if num_known else None)
 
     def _ask(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> list[memoryview] | None:
         with span("sidecar.open", key=key):
@@ -249,8 +249,8 @@ class SidecarReader:
 
     def _open(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> _Known | None:
         """Ask the daemon for ranges, in as many messages as they need; None when its cache has no room."""
-        for first in range(0, max(1, len(ranges)), m.RANGES):
-            part = list(ranges[first : first + m.RANGES])
+        for start in range(0, max(1, len(ranges)), m.RANGES):
+            part = list(ranges[start : start + m.RANGES])
             have = known.file if known else 0
             message = m.Open(0, self._where, key, part, OPEN_SECONDS, have, context())
             answer, descriptors = connection.call(
@@ -260,15 +260,15 @@ class SidecarReader:
             try:
                 if not isinstance(answer, m.Opened):
                     return None
-                before = known
-                known = self._learn(connection, key, answer, descriptors, known)
-                if first and before and known.file != before.file:
+                previous = known
+                known = self._remember_file(connection, key, answer, descriptors, known)
+                if start and previous and known.file != previous.file:
                     return None  # evicted between two messages: the earlier ranges are not in this file
             finally:
                 close_all(descriptors)
         return known
 
-    def _learn(
+    def _remember_file(
         self, connection: Sidecar, key: str, answer: m.Opened, descriptors: tuple[int, ...], known: _Known | None
     ) -> _Known:
         if not descriptors and known is not None and known.file == answer.file:
@@ -276,21 +276,21 @@ class SidecarReader:
         else:
             hold = _Hold(connection, answer.file)
             mapped = map_file(descriptors[0], answer.size, hold) if answer.size else None
-        learnt = _Known(answer.file, mapped, answer.present)
+        updated = _Known(answer.file, mapped, answer.present)
         if answer.also:
-            self._learn_more(connection, answer.also)
+            self._update_runs(connection, answer.also)
         if answer.once:
-            return learnt
+            return updated
         with self._lock:
             removed = self._known.get(key)
             if self._connection is connection and answer.file not in self._dropped:
-                self._known[key] = learnt
+                self._known[key] = updated
                 self._known.move_to_end(key)
-            oldest = self._evicted() if len(self._known) > MAPPED_FILES else None
+            oldest = self._evict_oldest() if len(self._known) > MAPPED_FILES else None
         del removed, oldest  # their holds are released outside the lock
-        return learnt
+        return updated
 
-    def _learn_more(self, connection: Sidecar, also: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> None:
+    def _update_runs(self, connection: Sidecar, also: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> None:
         """Update the present runs of files that are mapped here."""
         grown = dict(also)
         with self._lock:
@@ -298,10 +298,10 @@ class SidecarReader:
                 return
             for key, known in list(self._known.items()):
                 if known.file in grown:
-                    self._known[key] = more = _Known(known.file, known.mapped, grown[known.file])
-                    more.used = known.used
+                    self._known[key] = updated = _Known(known.file, known.mapped, grown[known.file])
+                    updated.used = known.used
 
-    def _evicted(self) -> _Known:
+    def _evict_oldest(self) -> _Known:
         """Remove and return the oldest entry that was not used since it was last considered (the clock algorithm).
 
         So reads need not reorder the entries.
@@ -321,7 +321,7 @@ class SidecarReader:
 
     # connecting and falling back
 
-    def _connected(self) -> Sidecar | None:
+    def _get_connection(self) -> Sidecar | None:
         """The connection; reconnects when `RETRY_SECONDS` have passed."""
         connection = self._connection
         if connection is not None and not connection.broken:
@@ -331,38 +331,38 @@ class SidecarReader:
                 return None
             self._next_try = self._clock.monotonic() + RETRY_SECONDS
             known, self._known = self._known, OrderedDict()
-            was, self._connection = self._connection, None
+            previous, self._connection = self._connection, None
         del known
         began = self._clock.monotonic()
-        found = Sidecar.find(self._sidecar)
-        if found is None:
-            took = self._clock.monotonic() - began
-            self._next_try = max(self._next_try, began + took / _CONNECT_SHARE)
-            self._warn_no_sidecar(lost=was is not None)
+        connected = Sidecar.find(self._sidecar)
+        if connected is None:
+            seconds = self._clock.monotonic() - began
+            self._next_try = max(self._next_try, began + seconds / _CONNECT_SHARE)
+            self._warn_no_sidecar(lost=previous is not None)
             return None
         forget = weakref.WeakMethod(self._forget)  # the connection's thread must not keep this reader alive
-        found.forgotten = lambda file: (call := forget()) and call(file)
-        found.reporting = self._tally.report
-        Finalizer(self, found.close)
-        if not self._use(found):
-            found.close()
+        connected.forgotten = lambda file: (call := forget()) and call(file)
+        connected.reporting = self._tally.report
+        Finalizer(self, connected.close)
+        if not self._use(connected):
+            connected.close()
             return None
-        _log.info("reading %s through the sidecar of process %d", self._where.url, found.daemon_pid)
-        return found
+        _log.info("reading %s through the sidecar of process %d", self._where.url, connected.daemon_pid)
+        return connected
 
-    def _use(self, found: Sidecar) -> bool:
+    def _use(self, connection: Sidecar) -> bool:
         """Use this connection. False if the reader was closed meanwhile."""
         with self._lock:
             if not self._closed:
-                self._connection = found
+                self._connection = connection
                 self._dropped.clear()
             return not self._closed
 
     def _warn_no_sidecar(self, *, lost: bool) -> None:
-        what = "lost the connection to the sidecar on" if lost else "no sidecar answers on"
+        problem = "lost the connection to the sidecar on" if lost else "no sidecar answers on"
         warn_once(
             _log,
-            f"{what} {paths.chosen(self._sidecar)}: this process reads shards directly (start one: headrace sidecar run)",
+            f"{problem} {paths.chosen(self._sidecar)}: this process reads shards directly (start one: headrace sidecar run)",
             "node",
         )
 
@@ -373,7 +373,7 @@ class SidecarReader:
             return self._fallback_reader
 
 
-def _fitting(upcoming: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+def _longest_fitting(upcoming: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """The longest prefix that fits into a message."""
     sizes = [24 + (len(key) if key.isascii() else len(key.encode())) for key, _, _ in upcoming]
     return list(upcoming[: bisect_right(list(accumulate(sizes)), _ANNOUNCE_BYTES)])

@@ -174,17 +174,15 @@ class Runner:
     def _try_later(self, job: Job, trouble: m.JobFailed) -> None:
         """Schedule a retry after a failure, because the store may recover."""
         now = time.time()
-        since = job.entry.failing_since or now
-        pause = self.retry_schedule.pause(job.failures, now - since, random.random())
+        failing_since = job.entry.failing_since or now
+        pause = self.retry_schedule.pause(job.failures, now - failing_since, random.random())
         if pause is None:
-            self._table.settle(job, given_up(trouble, job.failures, now - since))
+            self._table.settle(job, given_up(trouble, job.failures, now - failing_since))
             self._finish(job)
             return
-        about = job.entry.about or job.token
-        _log.warning(
-            "%s failed and is retried in %.0f s, as no trainer waits for it: %s", about, pause, trouble.message
-        )
-        job.entry = replaced(job.entry, failures=job.failures, failing_since=since)
+        name = job.entry.about or job.token
+        _log.warning("%s failed and is retried in %.0f s, as no trainer waits for it: %s", name, pause, trouble.message)
+        job.entry = replaced(job.entry, failures=job.failures, failing_since=failing_since)
         self._table.files.submit(self._table.journal.update, job.entry)
         job.next_try = time.monotonic() + pause
         self._table.schedule.retry_later(job.token)

@@ -394,6 +394,6 @@ def test_a_connection_that_is_found_while_the_reader_closes_is_closed(
         return connection
 
     monkeypatch.setattr(Sidecar, "find", find_and_close)
-    assert reader._connected() is None
+    assert reader._get_connection() is None
     assert found[0].broken
     assert reader._connection is None
