@@ -55,7 +55,7 @@ class AnnouncementList:
 
     def __init__(self) -> None:
         self._list: list[tuple[str, int, int]] = []
-        self._first = 0  # its index among all ranges that the loader has announced
+        self._first_index = 0  # its index among all ranges that the loader has announced
         self._groups: deque[_Group] = deque()
         self._reads: list[tuple[str, int]] = []
         self._wants: list[Want] = []
@@ -68,9 +68,10 @@ class AnnouncementList:
         """
         new_list = list(upcoming)
         last_group = self._keep(new_list)
-        start = last_group.at if last_group else self._first
+        start = last_group.at if last_group else self._first_index
         groups = [
-            (start + at, key, ranges) for at, key, ranges in _group_neighbours(new_list[start - self._first :], at_most)
+            (start + at, key, ranges)
+            for at, key, ranges in _group_neighbours(new_list[start - self._first_index :], at_most)
         ]
         if last_group is not None and groups[0][1:] == (last_group.key, last_group.ranges):
             self._groups.append(last_group)
@@ -107,7 +108,7 @@ class AnnouncementList:
         dropped = dropped_count(self._list, list(upcoming))
         if dropped is None:
             return upcoming
-        first_index = self._first + dropped
+        first_index = self._first_index + dropped
         continues = next((group.at for group in self._groups if group.at >= first_index), None) == first_index
         return upcoming[len(self._list) - dropped :] if continues else upcoming
 
@@ -118,14 +119,14 @@ class AnnouncementList:
         """
         dropped = dropped_count(self._list, new_list)
         if dropped is not None:
-            self._first += dropped
+            self._first_index += dropped
             reads = 0
-            while self._groups and self._groups[0].at < self._first:
+            while self._groups and self._groups[0].at < self._first_index:
                 reads += self._groups.popleft().object is not None
             self._reads, self._wants = self._reads[reads:], self._wants[reads:]
-            if self._groups and self._groups[0].at == self._first:
+            if self._groups and self._groups[0].at == self._first_index:
                 return self._groups.pop()
-        self._first += len(self._list)  # nothing is left of the old list; indices are not reused
+        self._first_index += len(self._list)  # nothing is left of the old list; indices are not reused
         self._groups.clear()
         self._reads, self._wants = [], []
         return None

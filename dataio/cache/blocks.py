@@ -214,13 +214,13 @@ class Buffers:
 
     def __init__(self, size: int, count: int, clock: Clock) -> None:
         self._size, self._clock = size, clock
-        self._lock, self._left = threading.Lock(), threading.Semaphore(count)
+        self._lock, self._available = threading.Lock(), threading.Semaphore(count)
         self._free: list[tuple[memoryview, float]] = []  # with the time of last use, latest last
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[memoryview]:
         """A buffer for the duration of the `with` block. Its contents are undefined."""
-        with self._left:
+        with self._available:
             with self._lock:
                 buffer = self._free.pop()[0] if self._free else None
             if buffer is None:

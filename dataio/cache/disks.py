@@ -295,21 +295,21 @@ class SupersededError(Exception):
 class PendingBlock:
     """A block that is being fetched into a file. Safe to share between the threads of its attempts."""
 
-    __slots__ = ("_block", "_file", "_first", "_lock", "_written")
+    __slots__ = ("_block", "_file", "_lock", "_start", "_written")
 
     def __init__(self, file: BlockFile, block: int, first: int) -> None:
-        self._file, self._block, self._first = file, block, first
+        self._file, self._block, self._start = file, block, first
         self._lock, self._written = threading.Lock(), False
 
     def start_writer(self) -> BlockWriter:
         """A writer for the attempt that writes piece by piece."""
-        return BlockWriter(self._first, xxhash.xxh3_64() if isinstance(self._file, PersistentFile) else None, self)
+        return BlockWriter(self._start, xxhash.xxh3_64() if isinstance(self._file, PersistentFile) else None, self)
 
     def write_all(self, view: memoryview) -> None:
         """Write the whole block at once, if no attempt has completed it."""
         with self._lock:
             if not self._written:
-                self._write(self._first, view)
+                self._write(self._start, view)
                 self._file.wrote(self._block, digest(view) if isinstance(self._file, PersistentFile) else 0)
                 self._written = True
 
@@ -341,14 +341,14 @@ class BlockWriter:
     piece.
     """
 
-    __slots__ = ("_first", "_hash", "_part")
+    __slots__ = ("_hash", "_part", "_start")
 
     def __init__(self, first: int, hash: xxhash.xxh3_64 | None, part: PendingBlock) -> None:
-        self._first, self._hash, self._part = first, hash, part
+        self._start, self._hash, self._part = first, hash, part
 
     def write(self, offset: int, piece: memoryview) -> None:
         if self._hash is not None:
-            if offset == self._first:
+            if offset == self._start:
                 self._hash.reset()
             self._hash.update(piece)
         self._part.write_piece(offset, piece)

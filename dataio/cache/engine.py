@@ -96,7 +96,7 @@ class Engine:
         self._lock = threading.Lock()
         self._sources: dict[str, Store] = {}
         self._waiting: dict[int, Future[Lease | None]] = {}
-        self._ended: deque[int] = deque()
+        self._ended_holds: deque[int] = deque()
         self._jobs: dict[int, str] = {}  # by stream
         self._trace_parents: dict[int, str] = {}  # by stream: the span of its last request
         self._announcing: dict[int, AnnouncingStream] = {}
@@ -148,7 +148,7 @@ class Engine:
             if offset + length > end:
                 return None
             size += length
-        if len(self._ended) > ENDED:
+        if len(self._ended_holds) > ENDED:
             self._run([])
         with self._lock:
             file = self._plan.take(obj, ranges)  # type: ignore[arg-type]  # any sequence of pairs works
@@ -317,7 +317,7 @@ class Engine:
             self._sources[obj.source] = store
             present = self._plan.has_all(obj, pairs)
             instructions = [] if self._closed else self._plan.request(ticket, obj, pairs, stream)
-            for ready in (found for found in instructions if present and isinstance(found, Ready)):
+            for ready in (instruction for instruction in instructions if present and isinstance(instruction, Ready)):
                 self._counters.hit(self._plan.tier_of(ready.file), size if ready.ticket == ticket else 0)
             actions = self._execute(instructions)
             bypassed = Bypass(ticket) in instructions
@@ -381,9 +381,9 @@ class Engine:
         Returns the actions to run outside the lock.
         """
         todo, actions = deque(instructions), list[Callable[[], None]]()
-        while todo or self._ended:
+        while todo or self._ended_holds:
             if not todo:
-                todo.extend(self._plan.released(*[self._ended.popleft() for _ in range(len(self._ended))]))
+                todo.extend(self._plan.released(*[self._ended_holds.popleft() for _ in range(len(self._ended_holds))]))
                 continue
             match todo.popleft():
                 case Create() as create:
@@ -443,11 +443,13 @@ class Engine:
         try:
             if block_file is not None:  # else an empty object whose file could not be created
                 present = self._plan.runs(file, RUNS)
-                return Lease(file, block_file.reader(), block_file.size, present=present, ended=self._ended, once=once)
+                return Lease(
+                    file, block_file.reader(), block_file.size, present=present, ended=self._ended_holds, once=once
+                )
         except OSError as error:
             if not disks.out_of_descriptors(error) and todo is not None:
                 todo.extend(self._plan.lost(file))  # it was deleted
-        self._ended.append(file)
+        self._ended_holds.append(file)
         return None
 
     def _resolve(self, ticket: int, outcome: Lease | BaseException | None) -> Callable[[], None]:

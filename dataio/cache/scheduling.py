@@ -53,7 +53,7 @@ class FairQueue(Generic[T]):
     def __init__(self, limits: JobLimits | None = None) -> None:
         self._limits = limits or JobLimits()
         self._jobs: dict[str, _Job[T]] = {}
-        self._first: deque[T] = deque()
+        self._without_job: deque[T] = deque()
         self._virtual_time = 0.0
 
     def limit(self, limits: JobLimits) -> None:
@@ -65,7 +65,7 @@ class FairQueue(Generic[T]):
 
     def add_first(self, item: T) -> None:
         """Queue work that belongs to no job."""
-        self._first.append(item)
+        self._without_job.append(item)
 
     def add(self, item: T, name: str, cost: int) -> None:
         """Queue a fetch of `cost` bytes for a job."""
@@ -76,8 +76,8 @@ class FairQueue(Generic[T]):
 
     def next(self, now: float, fits: Callable[[T], bool] = lambda _: True) -> T | None:
         """The next item, or None if none may start or the next one does not fit."""
-        if self._first:
-            return self._first.popleft() if fits(self._first[0]) else None
+        if self._without_job:
+            return self._without_job.popleft() if fits(self._without_job[0]) else None
         ready_jobs = [job for job in self._jobs.values() if job.waiting and self._may_start(job, now)]
         if not ready_jobs:
             return None
@@ -113,7 +113,7 @@ class FairQueue(Generic[T]):
         }
 
     def __len__(self) -> int:
-        return len(self._first) + sum(len(job.waiting) for job in self._jobs.values())
+        return len(self._without_job) + sum(len(job.waiting) for job in self._jobs.values())
 
     def _may_start(self, job: _Job[T], now: float) -> bool:
         return self._has_room(job) and (not self._limits.bandwidth or job.free_at <= now)

@@ -57,7 +57,7 @@ def trace(options: argparse.Namespace) -> int:
     else:
         destination = f"{options.output}: " if options.output else ""
         print(f"{destination}{events} events of {len(processes)} processes")
-        print("\n".join(_lines(processes)))
+        print("\n".join(_table_lines(processes)))
     if reader.skipped:
         print(f"skipped {reader.skipped} lines that are not events", file=sys.stderr)
     return 1 if reader.skipped else 0
@@ -73,7 +73,7 @@ def _output(path: Path | None) -> Iterator[TextIO]:
             yield out
 
 
-def _lines(processes: list[Process]) -> Iterator[str]:
+def _table_lines(processes: list[Process]) -> Iterator[str]:
     """Yield the lines of two tables: the trainers with the lowest goodput, and the spans that took the most time."""
     trainers = trained(processes)
     if trainers:
@@ -129,9 +129,9 @@ class _Reader:
 
     def all(self, files: Iterable[Path]) -> Iterator[dict[str, Any]]:
         for path in files:
-            yield from self._one(path)
+            yield from self._read_log(path)
 
-    def _one(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _read_log(self, path: Path) -> Iterator[dict[str, Any]]:
         track: tuple[int, Process] | None = None
         with open(path, "rb") as log:
             while line := log.readline(LINE_BYTES):
@@ -150,13 +150,13 @@ class _Reader:
                     self.skipped += 1
 
     def _track(self, header: dict[str, Any]) -> tuple[tuple[int, Process], list[dict[str, Any]]]:
-        key = (_printable(header.get("host")), _whole(header.get("pid")))
+        key = (_printable(header.get("host")), _number_or_zero(header.get("pid")))
         existing = self.tracks.get(key)
         if existing is not None:
             return existing, []
         if len(self.tracks) >= PROCESSES:
             raise UsageError(f"these are logs of more than {PROCESSES} processes", hint="name fewer of them at once")
-        rank = _whole(header.get("rank"))
+        rank = _number_or_zero(header.get("rank"))
         number = len(self.tracks) + 1
         track = self.tracks[key] = number, Process(rank, key[1], key[0])
         name = f"rank {rank} (process {key[1]} on {key[0]})"
@@ -164,7 +164,7 @@ class _Reader:
         return track, [{"ph": "M", "pid": number, "tid": 0, "name": n, "args": args} for n, args in metadata]
 
 
-def _whole(value: object) -> int:
+def _number_or_zero(value: object) -> int:
     """Return a number from a header; 0 if it is invalid."""
     return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
 

@@ -28,21 +28,21 @@ _declared: dict[str, CrashPoint] = {}
 class CrashPoint:
     """A crash point. The program calls it when it reaches the point."""
 
-    __slots__ = ("_held", "_left", "meaning", "name")
+    __slots__ = ("_hits_left", "_holds", "meaning", "name")
 
     def __init__(self, name: str, meaning: str, environ: Mapping[str, str] = os.environ) -> None:
         self.name, self.meaning = name, meaning
         crash_name, _, nth = environ.get("HEADRACE_CRASH", "").partition("#")
-        self._left = int(nth or 1) if crash_name == name else 0
-        self._held = environ.get("HEADRACE_HOLD", "") == name
+        self._hits_left = int(nth or 1) if crash_name == name else 0
+        self._holds = environ.get("HEADRACE_HOLD", "") == name
 
     def __call__(self) -> None:
-        if self._left:
-            self._left -= 1
-            if not self._left:
+        if self._hits_left:
+            self._hits_left -= 1
+            if not self._hits_left:
                 _kill_self(self.name)
-        if self._held:
-            self._held = False
+        if self._holds:
+            self._holds = False
             _hold(self.name)
 
 

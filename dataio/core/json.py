@@ -57,7 +57,9 @@ def parse_json(data: bytes, *, max_bytes: int = limits.JSON_DOCUMENT_BYTES, uniq
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at offset {error.start}") from error
     pairs = _unique_names if unique_names else None
-    return json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_integer, object_pairs_hook=pairs)
+    return json.loads(
+        text, parse_constant=_refuse_constant, parse_float=_float, parse_int=_integer, object_pairs_hook=pairs
+    )
 
 
 def _check_depth(data: bytes) -> None:
@@ -72,7 +74,7 @@ def _check_depth(data: bytes) -> None:
             depth -= 1
 
 
-def _constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 

@@ -229,13 +229,13 @@ class OpenTelemetry:
     ) -> None:
         """Record a span that has ended; it began at `began` (Unix time), below `parent`."""
         span = self._tracer.start_span(
-            name, context=self._remote(parent), attributes=_attributes(about), start_time=round(began * 1e9)
+            name, context=self._remote_context(parent), attributes=_attributes(about), start_time=round(began * 1e9)
         )
         if error:
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, error))
         span.end(end_time=round((began + seconds) * 1e9))
 
-    def _remote(self, parent: str) -> Any:
+    def _remote_context(self, parent: str) -> Any:
         match = _PARENT.fullmatch(parent)
         if match is None:
             return None

@@ -199,7 +199,7 @@ class Sidecar:
                 )
         finally:
             os.close(plan_fd)
-        return self._staged(answer)
+        return self._follow_answer(answer)
 
     def follow(self, token: str) -> StagedJob:
         """A job that was staged earlier, perhaps through another connection.
@@ -208,7 +208,7 @@ class Sidecar:
             NotFoundError: The daemon does not know the job.
         """
         answer, _ = self.call(lambda id: m.Follow(id, token))
-        return self._staged(answer)
+        return self._follow_answer(answer)
 
     def recall(self, source: str, key: str, timeout: float) -> bool:
         """Fetch the buddy's copy of an object into the node's local tier; returns whether it is there now.
@@ -292,7 +292,7 @@ class Sidecar:
         self._raise_if_broken()
         self._send(message, (), ANSWER_SECONDS)
 
-    def _staged(self, answer: Answer) -> StagedJob:
+    def _follow_answer(self, answer: Answer) -> StagedJob:
         if not isinstance(answer, m.Staged):
             raise _unexpected_answer()
         return self._jobs.follow(answer.token)

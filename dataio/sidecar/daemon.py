@@ -305,16 +305,16 @@ class Ticker:
         later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self._seconds, self._record, self._busy, self._later = seconds, record, busy, later
-        self._due = False
+        self._scheduled = False
 
     def wake(self) -> None:
         """The state may change from now on: record a point now, and further ones every `seconds`."""
-        if not self._due:
-            self._due = True
+        if not self._scheduled:
+            self._scheduled = True
             self._record()
-            self._later(self._seconds, self._beat)
+            self._later(self._seconds, self._tick)
 
-    def _beat(self) -> None:
-        self._due = self._record() or self._busy()
-        if self._due:
-            self._later(self._seconds, self._beat)
+    def _tick(self) -> None:
+        self._scheduled = self._record() or self._busy()
+        if self._scheduled:
+            self._later(self._seconds, self._tick)

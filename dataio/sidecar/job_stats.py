@@ -116,7 +116,7 @@ class JobStats:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._processes: dict[int, _Process] = {}
-        self._early: OrderedDict[int, int] = OrderedDict()
+        self._early_bytes: OrderedDict[int, int] = OrderedDict()
         self._departed: OrderedDict[int, _Process] = OrderedDict()
         self._jobs: dict[str, _Job] = {}
 
@@ -140,9 +140,9 @@ class JobStats:
         if process in self._processes:
             self._processes[process].waited += size
         else:  # it has not reported yet
-            self._early[process] = self._early.get(process, 0) + size
-            if len(self._early) > PROCESSES:
-                self._early.popitem(last=False)
+            self._early_bytes[process] = self._early_bytes.get(process, 0) + size
+            if len(self._early_bytes) > PROCESSES:
+                self._early_bytes.popitem(last=False)
 
     def job_of(self, process: int) -> str | None:
         """The job of a process, once it has reported."""
@@ -272,7 +272,7 @@ class JobStats:
             added = departed
         else:
             added = _Process(self._admit_name(plain(report.run or report.group)))
-        added.waited += self._early.pop(process, 0)
+        added.waited += self._early_bytes.pop(process, 0)
         self._processes[process] = added
         return added
 

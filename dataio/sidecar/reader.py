@@ -66,7 +66,7 @@ class _Hold:
         self._connection.closed_files.append(self._file)
 
 
-class _Known:
+class _CachedFile:
     """A mapped file of the daemon, and its present runs.
 
     `used`: it was read since it was last considered for eviction. `first` and `end` are its only run, if it has just one.
@@ -140,7 +140,7 @@ class SidecarReader:
         self._lock = threading.Lock()
         self._connection: Sidecar | None = None
         self._next_try = clock.monotonic()
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._cached_files: OrderedDict[str, _CachedFile] = OrderedDict()
         self._dropped: deque[int] = deque(maxlen=256)  # files that the daemon dropped recently
         self._fallback_reader: ShardReader | None = None
         self._announced_on: Sidecar | None = None  # the connection that received the last announcement
@@ -153,15 +153,15 @@ class SidecarReader:
         """A read-only view for every (offset, length) of the object `key`."""
         connection = self._get_connection()
         if connection is not None:
-            known = self._known.get(key)
-            data = known.views(ranges) if known is not None else None
-            if known is not None and data is not None:
-                known.used = True
-                connection.touched_files.add(known.file)
+            cached_file = self._cached_files.get(key)
+            data = cached_file.views(ranges) if cached_file is not None else None
+            if cached_file is not None and data is not None:
+                cached_file.used = True
+                connection.touched_files.add(cached_file.file)
                 self._tally.read(size := sum([length for _, length in ranges]), size)
                 return data
             try:
-                data = self._ask(connection, key, ranges, known)
+                data = self._ask(connection, key, ranges, cached_file)
                 if data is not None:
                     self._tally.read(sum([length for _, length in ranges]), 0)
                     return data
@@ -187,7 +187,7 @@ class SidecarReader:
         if connection is None:
             self._fallback().announce(upcoming)
             return
-        if self._announced_on is connection and (self._mostly_announced(upcoming) or self._all_known(upcoming)):
+        if self._announced_on is connection and (self._mostly_announced(upcoming) or self._all_present(upcoming)):
             return  # little or nothing is left to prefetch, as in most of a later epoch
         with self._announcing:  # each announcement continues the one before
             try:
@@ -202,8 +202,8 @@ class SidecarReader:
             self._closed = True
             connection, self._connection = self._connection, None
             fallback, self._fallback_reader = self._fallback_reader, None
-            known, self._known = self._known, OrderedDict()
-        del known
+            cached_files, self._cached_files = self._cached_files, OrderedDict()
+        del cached_files
         if connection is not None:
             connection.close()
         if fallback is not None:
@@ -212,13 +212,13 @@ class SidecarReader:
 
     # through the daemon
 
-    def _all_known(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
+    def _all_present(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
         """Whether all ranges are known to be present. Checks from the end, where missing ranges are most likely."""
         name, first, end = "", 0, -1
         for key, offset, length in reversed(upcoming):
             if key != name:
-                known = self._known.get(key)
-                name, first, end = key, *((known.first, known.end) if known is not None else (0, -1))
+                cached_file = self._cached_files.get(key)
+                name, first, end = key, *((cached_file.first, cached_file.end) if cached_file is not None else (0, -1))
             if offset < first or offset + length > end:
                 return False
         return True
@@ -242,16 +242,20 @@ class SidecarReader:
         self._announced = [*last_list[num_dropped:], *new_part]
         return m.Announce(self._where, new_part, context(), num_dropped if num_known else None)
 
-    def _ask(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> list[memoryview] | None:
+    def _ask(
+        self, connection: Sidecar, key: str, ranges: Ranges, cached_file: _CachedFile | None
+    ) -> list[memoryview] | None:
         with span("sidecar.open", key=key):
-            known = self._open(connection, key, ranges, known)
-        return known.cut(ranges) if known is not None else None
+            cached_file = self._open(connection, key, ranges, cached_file)
+        return cached_file.cut(ranges) if cached_file is not None else None
 
-    def _open(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> _Known | None:
+    def _open(
+        self, connection: Sidecar, key: str, ranges: Ranges, cached_file: _CachedFile | None
+    ) -> _CachedFile | None:
         """Ask the daemon for ranges, in as many messages as they need; None when its cache has no room."""
         for start in range(0, max(1, len(ranges)), m.RANGES):
             part = list(ranges[start : start + m.RANGES])
-            have = known.file if known else 0
+            have = cached_file.file if cached_file else 0
             message = m.Open(0, self._where, key, part, OPEN_SECONDS, have, context())
             answer, descriptors = connection.call(
                 lambda id, message=message: _with_id(message, id),  # type: ignore[misc]  # the default binds it now
@@ -260,33 +264,38 @@ class SidecarReader:
             try:
                 if not isinstance(answer, m.Opened):
                     return None
-                previous = known
-                known = self._remember_file(connection, key, answer, descriptors, known)
-                if start and previous and known.file != previous.file:
+                previous = cached_file
+                cached_file = self._remember_file(connection, key, answer, descriptors, cached_file)
+                if start and previous and cached_file.file != previous.file:
                     return None  # evicted between two messages: the earlier ranges are not in this file
             finally:
                 close_all(descriptors)
-        return known
+        return cached_file
 
     def _remember_file(
-        self, connection: Sidecar, key: str, answer: m.Opened, descriptors: tuple[int, ...], known: _Known | None
-    ) -> _Known:
-        if not descriptors and known is not None and known.file == answer.file:
-            mapped = known.mapped
+        self,
+        connection: Sidecar,
+        key: str,
+        answer: m.Opened,
+        descriptors: tuple[int, ...],
+        cached_file: _CachedFile | None,
+    ) -> _CachedFile:
+        if not descriptors and cached_file is not None and cached_file.file == answer.file:
+            mapped = cached_file.mapped
         else:
             hold = _Hold(connection, answer.file)
             mapped = map_file(descriptors[0], answer.size, hold) if answer.size else None
-        updated = _Known(answer.file, mapped, answer.present)
+        updated = _CachedFile(answer.file, mapped, answer.present)
         if answer.also:
             self._update_runs(connection, answer.also)
         if answer.once:
             return updated
         with self._lock:
-            removed = self._known.get(key)
+            removed = self._cached_files.get(key)
             if self._connection is connection and answer.file not in self._dropped:
-                self._known[key] = updated
-                self._known.move_to_end(key)
-            oldest = self._evict_oldest() if len(self._known) > MAPPED_FILES else None
+                self._cached_files[key] = updated
+                self._cached_files.move_to_end(key)
+            oldest = self._evict_oldest() if len(self._cached_files) > MAPPED_FILES else None
         del removed, oldest  # their holds are released outside the lock
         return updated
 
@@ -296,27 +305,32 @@ class SidecarReader:
         with self._lock:
             if self._connection is not connection:
                 return
-            for key, known in list(self._known.items()):
-                if known.file in grown:
-                    self._known[key] = updated = _Known(known.file, known.mapped, grown[known.file])
-                    updated.used = known.used
+            for key, cached_file in list(self._cached_files.items()):
+                if cached_file.file in grown:
+                    self._cached_files[key] = updated = _CachedFile(
+                        cached_file.file, cached_file.mapped, grown[cached_file.file]
+                    )
+                    updated.used = cached_file.used
 
-    def _evict_oldest(self) -> _Known:
+    def _evict_oldest(self) -> _CachedFile:
         """Remove and return the oldest entry that was not used since it was last considered (the clock algorithm).
 
         So reads need not reorder the entries.
         """
         while True:
-            key, known = self._known.popitem(last=False)
-            if not known.used:
-                return known
-            known.used = False
-            self._known[key] = known
+            key, cached_file = self._cached_files.popitem(last=False)
+            if not cached_file.used:
+                return cached_file
+            cached_file.used = False
+            self._cached_files[key] = cached_file
 
     def _forget(self, file: int) -> None:
         with self._lock:
             self._dropped.append(file)
-            removed = [self._known.pop(key) for key in [k for k, known in self._known.items() if known.file == file]]
+            removed = [
+                self._cached_files.pop(key)
+                for key in [k for k, cached_file in self._cached_files.items() if cached_file.file == file]
+            ]
         del removed
 
     # connecting and falling back
@@ -330,9 +344,9 @@ class SidecarReader:
             if self._closed or self._clock.monotonic() < self._next_try:
                 return None
             self._next_try = self._clock.monotonic() + RETRY_SECONDS
-            known, self._known = self._known, OrderedDict()
+            cached_files, self._cached_files = self._cached_files, OrderedDict()
             previous, self._connection = self._connection, None
-        del known
+        del cached_files
         began = self._clock.monotonic()
         connected = Sidecar.find(self._sidecar)
         if connected is None:

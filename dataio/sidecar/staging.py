@@ -46,7 +46,7 @@ class StagingService:
             request.kind,
             request.arena,
             request.plan,
-            lambda answer: self._staged(client, request.id, answer),
+            lambda answer: self._on_submitted(client, request.id, answer),
             about=request.about,
             urgent=request.urgent,
             wait=request.wait,
@@ -82,7 +82,7 @@ class StagingService:
         for job in client.staging:
             self._jobs.withdraw(job)
 
-    def _staged(self, client: ClientState, request: int, answer: Job | HeadraceError) -> None:
+    def _on_submitted(self, client: ClientState, request: int, answer: Job | HeadraceError) -> None:
         client.staging = [job for job in client.staging if job is not answer]
         if isinstance(answer, HeadraceError):
             client.execute(client.session.refused(request, answer))

@@ -172,7 +172,7 @@ class FsspecStore(Store):
 
         It does not use fsspec's own walk, which silently skips folders that cannot be listed.
         """
-        if not _walks(self._fs):
+        if not _uses_generic_walk(self._fs):
             with contextlib.suppress(FileNotFoundError):
                 return self._check_count(self._call("find", top, seconds=_LISTING_SECONDS, detail=True))
             return {}
@@ -338,7 +338,7 @@ async def _public_client(**arguments: Any) -> Any:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=public_socket), **arguments)
 
 
-def _walks(fs: Any) -> bool:
+def _uses_generic_walk(fs: Any) -> bool:
     """Whether `find` is fsspec's generic walk, folder by folder, and not this file system's own implementation."""
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._find is AsyncFileSystem._find
@@ -361,12 +361,12 @@ def _no_ranges(name: str) -> UnsupportedError:
 
 def _cause(error: BaseException) -> BaseException:
     """The real error: fsspec raises FileNotFoundError for every failed HTTP request, with the real one as its cause."""
-    chain = itertools.islice(_chain(error), 8)
+    chain = itertools.islice(_error_chain(error), 8)
     kinds = (TimeoutError, ConnectionError)
     return next((e for e in chain if isinstance(e, kinds) or type(e).__module__.startswith("aiohttp")), error)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

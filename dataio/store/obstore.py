@@ -164,14 +164,14 @@ class ObstoreS3Client(ObstoreRequests, S3Client):
 
     async def _send(self, doing: str, request: Callable[[Any], Awaitable[T]], seconds: float | None) -> T:
         async def once() -> T:
-            client = await self._connected(doing)
+            client = await self._current_client(doing)
             with translated_obstore(self.config, doing):
                 async with asyncio.timeout(seconds):
                     return await request(client)
 
         return await self._with_renewed_credentials(doing, once)
 
-    async def _connected(self, doing: str) -> Any:
+    async def _current_client(self, doing: str) -> Any:
         """Return obstore's client for the current keys. botocore refreshes keys that expire."""
         keys = self._keys if self._chain is None else self._chain.fixed or await self._chain_keys(self._chain, doing)
         current = self._obstore  # `reconnect` may drop it

@@ -282,7 +282,7 @@ class Upload:
         try:
             for number, block in enumerate(stream, 1):
                 size += block.getbuffer().nbytes
-                self._client.run(self._admit(number, block))
+                self._client.run(self._start_part(number, block))
             self._client.run(self._drain(0))
             _uploaded()
             self._client.run(self._complete())
@@ -298,7 +298,7 @@ class Upload:
         if self._entry is not None:
             self._entry.log.begun(self._entry.key, self._id)
 
-    async def _admit(self, number: int, block: io.BytesIO) -> None:
+    async def _start_part(self, number: int, block: io.BytesIO) -> None:
         await self._drain(IN_FLIGHT - 1)
         self._waiting.append(asyncio.create_task(self._send_part(number, block)))
 

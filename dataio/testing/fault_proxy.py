@@ -66,7 +66,7 @@ class _Plan:
     fault: Fault
     method: str
     path: str
-    left: int
+    remaining: int
     seconds: float
 
 
@@ -173,8 +173,8 @@ class FaultProxy:
         method, path = head.words[:2]
         with self._lock:
             for plan in self._plans:
-                if plan.left and plan.method in ("", method) and plan.path in path:
-                    plan.left -= 1
+                if plan.remaining and plan.method in ("", method) and plan.path in path:
+                    plan.remaining -= 1
                     self.fired[plan.fault] += 1
                     return plan
         return None

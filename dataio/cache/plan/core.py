@@ -308,7 +308,7 @@ class CachePlan:
             self._in_flight.wait(number, Ticket(None, missing, obj, ranges, stream))
             return
         if parts:
-            file = self._through_ring(obj, ranges, out, stream, due=0.0, asked=True)
+            file = self._open_ring_file(obj, ranges, out, stream, due=0.0, asked=True)
         file = file or self._place(obj, ranges, out, stream, due=0.0, asked=True)
         if file is None:
             out.append(Bypass(number))
@@ -367,14 +367,14 @@ class CachePlan:
         if file is None and not scattered:
             file = self._pinned.admit(obj, ranges, out)
         if file is None and uses:
-            file = self._through_ring(obj, ranges, out, stream, due=due, asked=asked)
+            file = self._open_ring_file(obj, ranges, out, stream, due=due, asked=asked)
             for block in self._scattered_reads.took(obj, ranges) if scattered and file is not None else ():
-                self._keep(obj, block, out, stream)
+                self._prefetch_block(obj, block, out, stream)
         elif file is not None and not file.ring:
             self._tiers.used_lately(file)
         return file
 
-    def _keep(self, obj: ObjectId, block: int, out: list[Instruction], stream: int) -> None:
+    def _prefetch_block(self, obj: ObjectId, block: int, out: list[Instruction], stream: int) -> None:
         """Prefetch a whole block for later reads, if there is room."""
         ranges = ((block * self.block_bytes, 1),)
         file = None if self._pinned.find(obj, ranges) else self._pinned.admit(obj, ranges, out)
@@ -382,7 +382,7 @@ class CachePlan:
             self._in_flight.launch(file, [block], out, stream)
             self._in_flight.mark_prefetch(file, block, stream)
 
-    def _through_ring(
+    def _open_ring_file(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
     ) -> CacheFile | None:
         file = self._ring.open(obj, ranges, out, due=due, asked=asked)

@@ -351,7 +351,7 @@ class Tiers:
         file.counts.dropped += file.bytes
         out.append(Drop(file.id, file.ring))
         if not file.holds:
-            self._bury(file)
+            self._remove_file(file)
 
     def hold(self, file: CacheFile) -> None:
         file.holds += 1
@@ -359,7 +359,7 @@ class Tiers:
     def release(self, file: CacheFile) -> None:
         file.holds -= 1
         if not file.holds and not self.live(file):
-            self._bury(file)
+            self._remove_file(file)
 
     def charge(self, file: CacheFile, cost: int) -> None:
         file.bytes += cost
@@ -385,7 +385,7 @@ class Tiers:
         if self.versions.get(name) == file.object and next(self.blocks(file.object), None) is None:
             del self.versions[name]
 
-    def _bury(self, file: CacheFile) -> None:
+    def _remove_file(self, file: CacheFile) -> None:
         file.counts.dropped -= file.bytes
         file.counts.used -= file.bytes
         del self.files[file.id]

@@ -64,10 +64,10 @@ class Worker:
     ) -> None:
         self._journal, self._token, self._process, self._start = journal, token, process, start
         self._events = journal.open(token, "events")
-        self._ended = select.poll()
+        self._exit_poll = select.poll()
         if process is not None:
             self._pidfd = os.pidfd_open(process.pid)
-            self._ended.register(self._pidfd, select.POLLIN)
+            self._exit_poll.register(self._pidfd, select.POLLIN)
 
     @classmethod
     def start(
@@ -135,7 +135,7 @@ class Worker:
                 time.sleep(5 * POLL_SECONDS)
                 return False
             return True
-        if not self._ended.poll(POLL_SECONDS * 1000):
+        if not self._exit_poll.poll(POLL_SECONDS * 1000):
             return False
         self._process.wait()
         return True

@@ -154,11 +154,11 @@ _log = get_logger(__name__)
 class Copy:
     """The newest step of a run on the buddy.
 
-    `made` is the Unix time of its record. `sent` is the Unix time at which the copy was complete.
+    `created` is the Unix time of its record. `sent` is the Unix time at which the copy was complete.
     """
 
     step: int
-    made: float
+    created: float
     sent: float
 
 
@@ -173,7 +173,7 @@ class CopySender:
         self._context, self._rate_limit = client_context(config), p.RateLimit(config.rate)
         self._pause = SHORTEST
         self._sent: dict[tuple[str, str, bytes], None] = {}
-        self._done: dict[tuple[str, int, bool], None] = {}
+        self._copied: dict[tuple[str, int, bool], None] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headrace-copies", daemon=True)
         self.trouble, self.waiting, self.bytes = "not reached yet", 0, 0
@@ -181,7 +181,7 @@ class CopySender:
 
     def has(self, record: Record) -> bool:
         """Whether the buddy has all of this rank's part of the step."""
-        return any((record.attempt, record.rank, committed) in self._done for committed in (False, True))
+        return any((record.attempt, record.rank, committed) in self._copied for committed in (False, True))
 
     def start(self) -> None:
         self._thread.start()
@@ -218,7 +218,9 @@ class CopySender:
 
     def _next(self) -> Record | None:
         """The newest record that the buddy lacks, or has only in its state before the commit. Updates `waiting`."""
-        unsent = [r for r in self._local_tier.records() if not r.guest and not r.over and _copy_id(r) not in self._done]
+        unsent = [
+            r for r in self._local_tier.records() if not r.guest and not r.over and _copy_id(r) not in self._copied
+        ]
         self.waiting = len(unsent)
         return unsent[0] if unsent else None
 
@@ -235,10 +237,10 @@ class CopySender:
                 _remember(self._sent, name)
             self.bytes += buddy.sent - sent_before
         buddy.keep(record)
-        _remember(self._done, _copy_id(record))
+        _remember(self._copied, _copy_id(record))
         self._report_reachable()
         last_copy = self.copies.get(record.run)
-        if last_copy is None or record.created >= last_copy.made:
+        if last_copy is None or record.created >= last_copy.created:
             self.copies.pop(record.run, None)
             self.copies[record.run] = Copy(record.step, record.created, time.time())
             while len(self.copies) > RUNS:

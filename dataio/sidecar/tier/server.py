@@ -71,7 +71,7 @@ class BuddyServer:
         self._context = server_context(config)
         self._lock = threading.Lock()
         self._peers: dict[socket.socket, str] = {}  # with their addresses, in order of arrival
-        self._known: set[socket.socket] = set()
+        self._admitted: set[socket.socket] = set()
         self._partials: dict[_Name, _Partial] = {}
         self._pace = p.RateLimit(config.rate)
         self._closed = False
@@ -95,7 +95,7 @@ class BuddyServer:
 
     @property
     def peers(self) -> int:
-        return len(self._known)
+        return len(self._admitted)
 
     def close(self) -> None:
         self._closed = True
@@ -166,7 +166,7 @@ class BuddyServer:
         If too many peers are not admitted yet, one of them is disconnected: another one, or this one.
         """
         with self._lock:
-            unadmitted = {other: at for other, at in self._peers.items() if other not in self._known}
+            unadmitted = {other: at for other, at in self._peers.items() if other not in self._admitted}
             replaced = _peer_to_replace(unadmitted, address) if len(unadmitted) >= UNADMITTED else None
             full = len(unadmitted) >= UNADMITTED and replaced is None
             if not full:
@@ -206,7 +206,7 @@ class BuddyServer:
             with self._lock:
                 self._peers.pop(sock, None)
                 self._peers.pop(peer, None)
-                self._known -= {peer}
+                self._admitted -= {peer}
             sock.close()
 
     def _admit(self, peer: ssl.SSLSocket) -> None:
@@ -223,9 +223,9 @@ class BuddyServer:
             timer.cancel()
         require_name(peer, self._config.welcome)
         with self._lock:
-            if len(self._known) >= CONNECTIONS:
+            if len(self._admitted) >= CONNECTIONS:
                 raise _BusyError(f"{CONNECTIONS} buddies are connected")
-            self._known.add(peer)
+            self._admitted.add(peer)
 
     def _refuse(self, reason: str, address: str, error: Exception) -> None:
         self.counts[reason] += 1

@@ -144,7 +144,7 @@ class TierService:
             "waiting": sending.waiting,
             "sent_bytes": sending.bytes,
             "copies": [
-                {"run": run, "step": copy.step, "age_seconds": round(max(now - copy.made, 0.0), 1)}
+                {"run": run, "step": copy.step, "age_seconds": round(max(now - copy.created, 0.0), 1)}
                 for run, copy in list(sending.copies.items())
             ],
         }

@@ -112,7 +112,7 @@ def removable_surplus(records: Iterable[Record], steps: int) -> list[Record]:
     """Return the removable records of steps that are `over`, or older than the newest `steps` committed ones."""
     all_records = list(records)
     newest = {rank: sorted(places, reverse=True)[:steps] for rank, places in _committed(all_records).items()}
-    return [r for r in all_records if r.over or (_expendable(r, newest) and _too_old(r, newest, steps))]
+    return [r for r in all_records if r.over or (_is_removable(r, newest) and _is_too_old(r, newest, steps))]
 
 
 def removable_steps(records: Iterable[Record]) -> list[list[Record]]:
@@ -122,7 +122,7 @@ def removable_steps(records: Iterable[Record]) -> list[list[Record]]:
     steps: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in all_records:
         steps[record.source, record.run, record.attempt].append(record)
-    removable = [step for step in steps.values() if all(_expendable(r, newest) for r in step)]
+    removable = [step for step in steps.values() if all(_is_removable(r, newest) for r in step)]
     return sorted(removable, key=lambda step: (step[0].created, step[0].place))
 
 
@@ -134,13 +134,13 @@ def _committed(records: list[Record]) -> dict[Rank, set[tuple[int, int]]]:
     return places
 
 
-def _expendable(record: Record, newest: dict[Rank, list[tuple[int, int]]]) -> bool:
+def _is_removable(record: Record, newest: dict[Rank, list[tuple[int, int]]]) -> bool:
     if record.committed or record.over:
         return True
     return any(place > record.place for place in newest.get(_rank(record), ()))
 
 
-def _too_old(record: Record, newest: dict[Rank, list[tuple[int, int]]], steps: int) -> bool:
+def _is_too_old(record: Record, newest: dict[Rank, list[tuple[int, int]]], steps: int) -> bool:
     kept_places = newest.get(_rank(record), [])
     return (
         record.place not in kept_places

@@ -50,7 +50,7 @@ class Group:
         self.world_size, self.bytes = world_size, 0
         self._simulation, self._latency, self._bandwidth, self._timeout = simulation, latency, bandwidth, timeout
         self._rounds: dict[int, _Round] = {}
-        self._done = [0] * world_size
+        self._num_exchanges = [0] * world_size
 
     def exchange(
         self, rank: int, contribution: T, combine: Callable[[Sequence[T]], R], received: Callable[[R], int]
@@ -59,8 +59,8 @@ class Group:
 
         `received` computes from the result how many bytes one rank receives.
         """
-        number = self._done[rank]
-        self._done[rank] += 1
+        number = self._num_exchanges[rank]
+        self._num_exchanges[rank] += 1
         exchange_round = self._rounds.setdefault(number, _Round(Signal(self._simulation)))
         exchange_round.contributions[rank] = contribution
         if len(exchange_round.contributions) == self.world_size:
