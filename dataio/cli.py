@@ -104,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         pass  # report below, after the memory held by the traceback is free
     except Exception as error:
         return _bug(name, error)
-    found = CapacityError("this process got no more memory", hint=MORE_MEMORY)
-    _report(name, found, as_json="--json" in args)
-    return found.exit_code
+    memory_error = CapacityError("this process got no more memory", hint=MORE_MEMORY)
+    _report(name, memory_error, as_json="--json" in args)
+    return memory_error.exit_code
 
 
 def _run(args: list[str]) -> int:
@@ -202,21 +202,21 @@ def _os_error(name: str, error: OSError, *, as_json: bool) -> int:
     from headrace.dataio.core.errors import LIMITS, from_os_error
 
     behind_output = error.filename is None and error.errno not in LIMITS
-    found = from_os_error(error, "output" if behind_output else str(error.filename or "this process"))
-    if not isinstance(found, CapacityError | AccessDeniedError):
+    translated = from_os_error(error, "output" if behind_output else str(error.filename or "this process"))
+    if not isinstance(translated, CapacityError | AccessDeniedError):
         return _bug(name, error)
     if behind_output:
         _drop_output()
-    _report(name, found, as_json=as_json and not behind_output)
-    return found.exit_code
+    _report(name, translated, as_json=as_json and not behind_output)
+    return translated.exit_code
 
 
 def _bug(name: str, error: Exception) -> int:
     if os.environ.get("HEADRACE_DEBUG"):
         raise error
-    what = printable(redact(f"{type(error).__name__}: {error}"))
+    summary = printable(redact(f"{type(error).__name__}: {error}"))
     print(
-        f"{name}: bug in Headrace: {what}\n  next: run again with HEADRACE_DEBUG=1 and report the traceback",
+        f"{name}: bug in Headrace: {summary}\n  next: run again with HEADRACE_DEBUG=1 and report the traceback",
         file=sys.stderr,
     )
     return 70

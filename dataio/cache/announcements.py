@@ -55,7 +55,7 @@ class AnnouncementList:
 
     def __init__(self) -> None:
         self._list: list[tuple[str, int, int]] = []
-        self._first = 0  # its index among all ranges that the loader has announced
+        self._first_index = 0  # its index among all ranges that the loader has announced
         self._groups: deque[_Group] = deque()
         self._reads: list[tuple[str, int]] = []
         self._wants: list[Want] = []
@@ -66,32 +66,39 @@ class AnnouncementList:
 
         `find` returns the object of a key. Returns the (key, offset) of each group's first range.
         """
-        new = list(upcoming)
-        last = self._keep(new)
-        start = last.at if last else self._first
-        groups = [(start + at, key, ranges) for at, key, ranges in _grouped(new[start - self._first :], at_most)]
-        if last is not None and groups[0][1:] == (last.key, last.ranges):
-            self._groups.append(last)
+        new_list = list(upcoming)
+        last_group = self._keep(new_list)
+        start = last_group.at if last_group else self._first_index
+        groups = [
+            (start + at, key, ranges)
+            for at, key, ranges in _group_neighbours(new_list[start - self._first_index :], at_most)
+        ]
+        if last_group is not None and groups[0][1:] == (last_group.key, last_group.ranges):
+            self._groups.append(last_group)
             del groups[0]
-        elif last is not None and last.object is not None:  # it has more neighbours now
+        elif last_group is not None and last_group.object is not None:  # it has more neighbours now
             self._reads.pop()
             del self._wants[len(self._reads) :]
-        added = [_Group(at, key, ranges, _object(key, ranges, find)) for at, key, ranges in groups]
+        added = [_Group(at, key, ranges, _find_object(key, ranges, find)) for at, key, ranges in groups]
         self._groups += added
         self._new = [group for group in added if group.object is not None]
         self._reads = [*self._reads, *((group.key, group.ranges[0][0]) for group in self._new)]
-        self._list = new
+        self._list = new_list
         return self._reads
 
     def wants(self, due: DueTimes) -> list[Want]:
         """The reads that `renew` returned, as wants. `due` are the times at which they are due."""
-        new, known = self._new, self._wants
-        if _shifted(known, due):
-            new, known = [group for group in self._groups if group.object is not None], []
-        later = due.from_to(len(known), due.count)
+        new_groups, known_wants = self._new, self._wants
+        if _has_shifted(known_wants, due):
+            new_groups, known_wants = [group for group in self._groups if group.object is not None], []
+        due_times = due.from_to(len(known_wants), due.count)
         self._wants = [
-            *known,
-            *(Want(group.object, group.ranges, when) for group, when in zip(new, later, strict=True) if group.object),
+            *known_wants,
+            *(
+                Want(group.object, group.ranges, when)
+                for group, when in zip(new_groups, due_times, strict=True)
+                if group.object
+            ),
         ]
         self._new = []
         return self._wants
@@ -101,25 +108,25 @@ class AnnouncementList:
         dropped = dropped_count(self._list, list(upcoming))
         if dropped is None:
             return upcoming
-        first = self._first + dropped
-        kept = next((group.at for group in self._groups if group.at >= first), None) == first
-        return upcoming[len(self._list) - dropped :] if kept else upcoming
+        first_index = self._first_index + dropped
+        continues = next((group.at for group in self._groups if group.at >= first_index), None) == first_index
+        return upcoming[len(self._list) - dropped :] if continues else upcoming
 
-    def _keep(self, new: Sequence[tuple[str, int, int]]) -> _Group | None:
+    def _keep(self, new_list: Sequence[tuple[str, int, int]]) -> _Group | None:
         """Keep the groups that `new` continues, and drop the others.
 
         Removes and returns the last group, because it may have more neighbours now. Returns None if no group is kept.
         """
-        dropped = dropped_count(self._list, new)
+        dropped = dropped_count(self._list, new_list)
         if dropped is not None:
-            self._first += dropped
+            self._first_index += dropped
             reads = 0
-            while self._groups and self._groups[0].at < self._first:
+            while self._groups and self._groups[0].at < self._first_index:
                 reads += self._groups.popleft().object is not None
             self._reads, self._wants = self._reads[reads:], self._wants[reads:]
-            if self._groups and self._groups[0].at == self._first:
+            if self._groups and self._groups[0].at == self._first_index:
                 return self._groups.pop()
-        self._first += len(self._list)  # nothing is left of the old list; indices are not reused
+        self._first_index += len(self._list)  # nothing is left of the old list; indices are not reused
         self._groups.clear()
         self._reads, self._wants = [], []
         return None
@@ -153,28 +160,28 @@ def dropped_count(old: Sequence[T], new: Sequence[T]) -> int | None:
     return None
 
 
-def _shifted(known: Sequence[Want], due: DueTimes) -> bool:
+def _has_shifted(known_wants: Sequence[Want], due: DueTimes) -> bool:
     """Whether the known wants, which come first, are due at other times than before."""
-    if not known:
+    if not known_wants:
         return False
-    ends = (known[0].due - due.at(0), known[-1].due - due.at(len(known) - 1))
-    return max(map(abs, ends)) > SHIFT * due.count * due.pace
+    differences = (known_wants[0].due - due.at(0), known_wants[-1].due - due.at(len(known_wants) - 1))
+    return max(map(abs, differences)) > SHIFT * due.count * due.pace
 
 
-def _grouped(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
+def _group_neighbours(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
     """Yield groups of neighbours in `upcoming`, which usually belong to one sample, as (first index, key, ranges)."""
-    first, key, ranges, size = 0, "", list[tuple[int, int]](), 0
+    first_index, key, ranges, size = 0, "", list[tuple[int, int]](), 0
     for number, (name, offset, length) in enumerate(upcoming):
         if ranges and (name != key or size + length > at_most or offset < ranges[-1][0]):
-            yield first, key, tuple(ranges)
-            first, ranges, size = number, [], 0
+            yield first_index, key, tuple(ranges)
+            first_index, ranges, size = number, [], 0
         key, size = name, size + length
         ranges.append((offset, length))
     if ranges:
-        yield first, key, tuple(ranges)
+        yield first_index, key, tuple(ranges)
 
 
-def _object(key: str, ranges: Ranges, find: Callable[[str], ObjectId]) -> ObjectId | None:
+def _find_object(key: str, ranges: Ranges, find: Callable[[str], ObjectId]) -> ObjectId | None:
     try:
         obj = find(key)
         check_inside(obj, ranges)
@@ -237,27 +244,30 @@ class Forecast:
 
     def announced(self, stream: int, reads: Sequence[Read], now: float) -> DueTimes:
         """The time at which each of `reads` is due. `reads` are (key, offset), soonest first."""
-        old = self._streams.get(stream)
-        new = _Stream(now, list(reads), DueTimes(now, 0.0, 0))
-        dropped = dropped_count(old.reads, new.reads) if old is not None else None
-        if old is not None and dropped is not None:
-            self._judge(old, dropped, now)
-            new.pace, new.judged = old.pace, old.judged
+        previous = self._streams.get(stream)
+        current = _Stream(now, list(reads), DueTimes(now, 0.0, 0))
+        dropped = dropped_count(previous.reads, current.reads) if previous is not None else None
+        if previous is not None and dropped is not None:
+            self._record_errors(previous, dropped, now)
+            current.pace, current.judged = previous.pace, previous.judged
             if dropped:
-                measured = (now - old.at) / dropped
-                new.pace, new.judged = measured if not old.judged else old.pace + WEIGHT * (measured - old.pace), True
+                measured = (now - previous.at) / dropped
+                current.pace, current.judged = (
+                    measured if not previous.judged else previous.pace + WEIGHT * (measured - previous.pace),
+                    True,
+                )
             else:
-                new.at = old.at  # no range was dropped: keep measuring from the same time
-        new.due = DueTimes(now, new.pace, len(reads))
-        self._streams[stream] = new
-        return new.due
+                current.at = previous.at  # no range was dropped: keep measuring from the same time
+        current.due = DueTimes(now, current.pace, len(reads))
+        self._streams[stream] = current
+        return current.due
 
     def forget(self, stream: int) -> None:
         self._streams.pop(stream, None)
 
-    def _judge(self, old: _Stream, dropped: int, now: float) -> None:
-        if old.judged:
-            self._errors.extend(now - due for due in old.due.from_to(0, dropped))
+    def _record_errors(self, previous: _Stream, dropped: int, now: float) -> None:
+        if previous.judged:
+            self._errors.extend(now - due for due in previous.due.from_to(0, dropped))
 
     def report(self) -> dict[str, float | int]:
         """The forecast's error in seconds, actual minus predicted time: median, and 95th percentile of its size."""

@@ -47,10 +47,10 @@ def fill(file: Descriptor, offset: int, into: memoryview) -> None:
     """Fill `into` with the cache file's bytes at `offset`; `OSError` when the file is too short."""
     done = 0
     while done < len(into):
-        got = os.preadv(file.fileno(), [into[done:]], offset + done)
-        if not got:
+        count = os.preadv(file.fileno(), [into[done:]], offset + done)
+        if not count:
             raise OSError(errno.EIO, "a cache file was truncated")
-        done += got
+        done += count
 
 
 NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
@@ -70,24 +70,24 @@ class DescriptorPool:
     def get(self, file: BlockFile, path: str, flags: int) -> Descriptor:
         """The file's descriptor with these flags; `OSError` if `path` cannot be opened."""
         with self._lock:
-            found = self._open.get((file, flags))
-            if found is not None:
+            descriptor = self._open.get((file, flags))
+            if descriptor is not None:
                 self._open.move_to_end((file, flags))
-                return found
-        found = self._opened(path, flags)
+                return descriptor
+        descriptor = self._open_file(path, flags)
         oldest = None
         with self._lock:
             if not file.dropped:
-                self._open[file, flags] = found
+                self._open[file, flags] = descriptor
                 oldest = self._open.popitem(last=False) if len(self._open) > self._limit else None
         del oldest  # closed outside the lock
-        return found
+        return descriptor
 
     def drop(self, file: BlockFile, *flags: int) -> None:
         """Forget the file's descriptors with these flags, and keep none of it from now on."""
         with self._lock:
             file.dropped = True
-            dropped = [self._open.pop((file, each), None) for each in flags]
+            dropped = [self._open.pop((file, flag), None) for flag in flags]
         del dropped
 
     def clear(self) -> None:
@@ -99,7 +99,7 @@ class DescriptorPool:
     def __len__(self) -> int:
         return len(self._open)
 
-    def _opened(self, path: str, flags: int) -> Descriptor:
+    def _open_file(self, path: str, flags: int) -> Descriptor:
         try:
             return Descriptor(os.open(path, flags | os.O_CLOEXEC))
         except OSError as error:
@@ -214,13 +214,13 @@ class Buffers:
 
     def __init__(self, size: int, count: int, clock: Clock) -> None:
         self._size, self._clock = size, clock
-        self._lock, self._left = threading.Lock(), threading.Semaphore(count)
+        self._lock, self._available = threading.Lock(), threading.Semaphore(count)
         self._free: list[tuple[memoryview, float]] = []  # with the time of last use, latest last
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[memoryview]:
         """A buffer for the duration of the `with` block. Its contents are undefined."""
-        with self._left:
+        with self._available:
             with self._lock:
                 buffer = self._free.pop()[0] if self._free else None
             if buffer is None:
@@ -233,9 +233,9 @@ class Buffers:
 
     def trim(self) -> int:
         """Free buffers that were idle for `IDLE_SECONDS`; returns how many are left."""
-        oldest = self._clock.monotonic() - IDLE_SECONDS
+        cutoff = self._clock.monotonic() - IDLE_SECONDS
         with self._lock:
-            self._free = [(buffer, used) for buffer, used in self._free if used > oldest]
+            self._free = [(buffer, used) for buffer, used in self._free if used > cutoff]
             return len(self._free)
 
 
@@ -322,8 +322,8 @@ class FdCache:
             fd = store.open_file(key)
         file = _File(None if fd is None else Descriptor(fd), now)
         with self._lock:
-            before = self._files.pop((store, key), None)
+            previous = self._files.pop((store, key), None)
             self._files[store, key] = file
             oldest = self._files.popitem(last=False) if len(self._files) > FILES else None
-        del before, oldest  # closed outside the lock, after the last read
+        del previous, oldest  # closed outside the lock, after the last read
         return file.descriptor

@@ -86,8 +86,8 @@ class Disks:
         """The files that an earlier engine left, as (tier, file). Blocks are verified when they are first requested."""
         for number, tier in enumerate(self.tiers):
             if tier.keep:
-                for found in adopt(tier.path, self._block_bytes, self._pool):
-                    yield number, found
+                for adopted_file in adopt(tier.path, self._block_bytes, self._pool):
+                    yield number, adopted_file
 
     def clear(self) -> None:
         """Forget all files. Those with a name stay on the disk."""
@@ -110,10 +110,10 @@ class Disks:
 
     def recovered(self) -> list[int]:
         """End the pauses that are over; returns their tiers."""
-        found = [tier for tier, until in self._paused.items() if self._clock.monotonic() >= until]
-        for tier in found:
+        tiers = [tier for tier, until in self._paused.items() if self._clock.monotonic() >= until]
+        for tier in tiers:
             del self._paused[tier]
-        return found
+        return tiers
 
 
 _MAGIC = b"headrace-cache-1"
@@ -210,23 +210,23 @@ def adopt(directory: Path, block_bytes: int, pool: DescriptorPool) -> Iterator[A
         _remove(directory / f"{orphan}.blocks")
     for _, stem in sorted(maps):
         try:
-            found = _adopted(directory, stem, blocks.get(stem), block_bytes, pool)
+            adopted_file = _adopt_file(directory, stem, blocks.get(stem), block_bytes, pool)
         except (OSError, ValueError, struct.error, msgspec.MsgspecError) as error:
             if isinstance(error, OSError) and error.errno in NO_DESCRIPTORS:
                 raise  # the file has no fault
             _log.warning("removing an unusable cache file of an earlier daemon: %s", error)
             _remove(directory / f"{stem}.map", directory / f"{stem}.blocks")
             continue
-        yield found
+        yield adopted_file
 
 
-def _adopted(
-    directory: Path, stem: str, found: os.stat_result | None, block_bytes: int, pool: DescriptorPool
+def _adopt_file(
+    directory: Path, stem: str, status: os.stat_result | None, block_bytes: int, pool: DescriptorPool
 ) -> AdoptedFile:
     folder = os.fspath(directory)
     obj, records = _read_map(f"{folder}/{stem}.map", block_bytes)
-    own = found is not None and stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-    if found is None or not own or found.st_size != obj.size:
+    is_own = status is not None and stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    if status is None or not is_own or status.st_size != obj.size:
         raise ValueError(f"{stem}.blocks is not the file that its map describes")
     count = -(-obj.size // block_bytes)
     blocks = {block for block, _ in _RECORD.iter_unpack(records) if block < count}
@@ -242,23 +242,23 @@ def _read_map(path: str, block_bytes: int) -> tuple[ObjectId, bytes]:
         data = os.read(fd, size)
     finally:
         os.close(fd)
-    magic, size, length, expected = _HEAD.unpack_from(data)
+    magic, size, length, expected_digest = _HEAD.unpack_from(data)
     name = data[_HEAD.size : _HEAD.size + min(length, NAME_BYTES)]
-    if magic != _MAGIC or size != block_bytes or digest(name) != expected:
+    if magic != _MAGIC or size != block_bytes or digest(name) != expected_digest:
         raise ValueError(f"{path} is not a map of blocks of {block_bytes} bytes")
     source, key, size, modified = _decode.decode(name)
     records = data[_HEAD.size + length :]
-    whole = records[: len(records) // _RECORD.size * _RECORD.size]  # the last one may be incomplete
-    return ObjectId(sys.intern(source), key, size, modified), whole
+    whole_records = records[: len(records) // _RECORD.size * _RECORD.size]  # the last one may be incomplete
+    return ObjectId(sys.intern(source), key, size, modified), whole_records
 
 
 def newest_digest(records: bytes, block: int) -> int | None:
     """The digest in the last record of a block, if there is one."""
-    wanted, at = struct.pack("<I", block), len(records)
-    while (at := records.rfind(wanted, 0, at + len(wanted) - 1)) >= 0:
+    encoded_block, at = struct.pack("<I", block), len(records)
+    while (at := records.rfind(encoded_block, 0, at + len(encoded_block) - 1)) >= 0:
         if at % _RECORD.size == 0:
-            found: int = _RECORD.unpack_from(records, at)[1]
-            return found
+            newest: int = _RECORD.unpack_from(records, at)[1]
+            return newest
     return None
 
 
@@ -278,14 +278,14 @@ class DiskError(Exception):
 
 def out_of_descriptors(error: OSError) -> bool:
     """Whether the process, or the machine, only has too many open files. If so, log one warning."""
-    found = error.errno in NO_DESCRIPTORS
-    if found:
+    exhausted = error.errno in NO_DESCRIPTORS
+    if exhausted:
         warn_once(
             _log,
             "the cache's files cannot be opened, because this process has too many open files: reading from the store "
             "directly (raise the limit, LimitNOFILE= in systemd)",
         )
-    return found
+    return exhausted
 
 
 class SupersededError(Exception):
@@ -295,21 +295,21 @@ class SupersededError(Exception):
 class PendingBlock:
     """A block that is being fetched into a file. Safe to share between the threads of its attempts."""
 
-    __slots__ = ("_block", "_file", "_first", "_lock", "_written")
+    __slots__ = ("_block", "_file", "_lock", "_start", "_written")
 
     def __init__(self, file: BlockFile, block: int, first: int) -> None:
-        self._file, self._block, self._first = file, block, first
+        self._file, self._block, self._start = file, block, first
         self._lock, self._written = threading.Lock(), False
 
     def start_writer(self) -> BlockWriter:
         """A writer for the attempt that writes piece by piece."""
-        return BlockWriter(self._first, xxhash.xxh3_64() if isinstance(self._file, PersistentFile) else None, self)
+        return BlockWriter(self._start, xxhash.xxh3_64() if isinstance(self._file, PersistentFile) else None, self)
 
     def write_all(self, view: memoryview) -> None:
         """Write the whole block at once, if no attempt has completed it."""
         with self._lock:
             if not self._written:
-                self._write(self._first, view)
+                self._write(self._start, view)
                 self._file.wrote(self._block, digest(view) if isinstance(self._file, PersistentFile) else 0)
                 self._written = True
 
@@ -326,11 +326,11 @@ class PendingBlock:
         except OSError as error:
             raise DiskError(error) from None
 
-    def finish(self, found: int) -> None:
-        """Complete the block after all pieces are written; `found` is their digest."""
+    def finish(self, block_digest: int) -> None:
+        """Complete the block after all pieces are written; `block_digest` is their digest."""
         with self._lock:
             if not self._written:
-                self._file.wrote(self._block, found)
+                self._file.wrote(self._block, block_digest)
             self._written = True
 
 
@@ -341,14 +341,14 @@ class BlockWriter:
     piece.
     """
 
-    __slots__ = ("_first", "_hash", "_part")
+    __slots__ = ("_hash", "_part", "_start")
 
     def __init__(self, first: int, hash: xxhash.xxh3_64 | None, part: PendingBlock) -> None:
-        self._first, self._hash, self._part = first, hash, part
+        self._start, self._hash, self._part = first, hash, part
 
     def write(self, offset: int, piece: memoryview) -> None:
         if self._hash is not None:
-            if offset == self._first:
+            if offset == self._start:
                 self._hash.reset()
             self._hash.update(piece)
         self._part.write_piece(offset, piece)

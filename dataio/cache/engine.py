@@ -6,7 +6,7 @@ requests need at the same time is fetched once, and all of them get the bytes or
 cached.
 Failure behaviour: when a tier's disk fails (full, missing, read-only), the engine logs one warning, and the tier admits
 no new blocks for `disks.RECOVER_SECONDS`. Without a working tier the future of `open` gives None: read the store
-directly. When a cache file was deleted by someone else, the engine drops it. When the process has no free descriptor,
+directly. When another program deleted a cache file, the engine drops it. When the process has no free descriptor,
 requests get None, and nothing is dropped. After `close` every pending future fails.
 """
 
@@ -96,7 +96,7 @@ class Engine:
         self._lock = threading.Lock()
         self._sources: dict[str, Store] = {}
         self._waiting: dict[int, Future[Lease | None]] = {}
-        self._ended: deque[int] = deque()
+        self._ended_holds: deque[int] = deque()
         self._jobs: dict[int, str] = {}  # by stream
         self._trace_parents: dict[int, str] = {}  # by stream: the span of its last request
         self._announcing: dict[int, AnnouncingStream] = {}
@@ -126,12 +126,12 @@ class Engine:
         """
         future: Future[Lease | None] = Future()
         future.set_running_or_notify_cancel()  # cancel() has no effect from here on
-        known = self._objects.known(store, key)
-        if known is not None:
-            self._request(store, known, ranges, future, stream)
+        obj = self._objects.known(store, key)
+        if obj is not None:
+            self._request(store, obj, ranges, future, stream)
         else:
-            later = partial(self._stat_then_request, store, key, ranges, future, stream)
-            self._fetcher.submit(lambda: self._guard(future, later))
+            request = partial(self._stat_then_request, store, key, ranges, future, stream)
+            self._fetcher.submit(lambda: self._guard(future, request))
         return future
 
     def open_present(self, store: Store, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
@@ -140,18 +140,18 @@ class Engine:
 
     def present(self, source: str, key: str, ranges: Ranges, stream: int = 0) -> Lease | None:
         """As `open_present`, for a store given by name (`objects.source_of`), which need not be open."""
-        known = self._objects.known_as(source, key)
-        if known is None:
+        obj = self._objects.known_as(source, key)
+        if obj is None:
             return None
-        size, end = 0, known.size
+        size, end = 0, obj.size
         for offset, length in ranges:
             if offset + length > end:
                 return None
             size += length
-        if len(self._ended) > ENDED:
+        if len(self._ended_holds) > ENDED:
             self._run([])
         with self._lock:
-            file = self._plan.take(known, ranges)  # type: ignore[arg-type]  # any sequence of pairs works
+            file = self._plan.take(obj, ranges)  # type: ignore[arg-type]  # any sequence of pairs works
             if file is None or file not in self._disks.files:
                 return None
             lease = self._lease(file, False)
@@ -174,20 +174,22 @@ class Engine:
     def announce(self, stream: int, store: Store, upcoming: Upcoming) -> None:
         """Prefetch these (key, offset, length), soonest first. Replaces the last announcement of `stream`."""
         with self._lock:
-            found = self._announcing.setdefault(stream, AnnouncingStream())
-            found.newest, scheduled, found.busy = (store, upcoming[:ANNOUNCED]), found.busy, True
-            later = self._execute(self._plan.reads_in_order(stream, self._objects.source(store)))
-        _run_all(later)
+            announcing = self._announcing.setdefault(stream, AnnouncingStream())
+            announcing.newest, scheduled, announcing.busy = (store, upcoming[:ANNOUNCED]), announcing.busy, True
+            actions = self._execute(self._plan.reads_in_order(stream, self._objects.source(store)))
+        _run_all(actions)
         if scheduled:
             return
-        unknown = self._objects.unknown(store, dict.fromkeys([key for key, _, _ in found.announced.new_part(upcoming)]))
+        unknown = self._objects.unknown(
+            store, dict.fromkeys([key for key, _, _ in announcing.announced.new_part(upcoming)])
+        )
         if not unknown:
             self._announce(stream)  # needs no request to a store, and waking a thread would take as long
             return
         self._fetcher.submit(lambda: self._announce(stream))
-        others = deque(unknown[1:])  # in parallel: each is a round trip
-        for _ in range(min(self._num_lookups, len(others))):
-            self._fetcher.submit(partial(self._look_up, store, others))
+        remaining = deque(unknown[1:])  # in parallel: each is a round trip
+        for _ in range(min(self._num_lookups, len(remaining))):
+            self._fetcher.submit(partial(self._look_up, store, remaining))
 
     def withdraw(self, stream: int) -> None:
         """End the stream: forget its announcement, job and trace context."""
@@ -196,8 +198,8 @@ class Engine:
             self._jobs.pop(stream, None)
             self._trace_parents.pop(stream, None)
             self._forecast.forget(stream)
-            later = self._execute(self._plan.withdraw(stream))
-        _run_all(later)
+            actions = self._execute(self._plan.withdraw(stream))
+        _run_all(actions)
 
     def assign(self, stream: int, job: str) -> None:
         """Count the stream's fetches for this job's queue and limits, until `withdraw`.
@@ -244,8 +246,8 @@ class Engine:
     def resize(self, *budgets: int) -> None:
         """Set the budget of each tier in bytes; a smaller one takes effect as holders close their files."""
         with self._lock:
-            later = self._execute(self._plan.resize(budgets))
-        _run_all(later)
+            actions = self._execute(self._plan.resize(budgets))
+        _run_all(actions)
 
     def fetches_from(self, store: Store) -> bool:
         """Whether a fetch from this store is queued or running."""
@@ -307,22 +309,22 @@ class Engine:
         except RangeError as error:
             future.set_exception(error)
             return
-        ticket, wanted = next(self._tickets), tuple((offset, length) for offset, length in ranges)
-        size = sum(length for _, length in wanted)
+        ticket, pairs = next(self._tickets), tuple((offset, length) for offset, length in ranges)
+        size = sum(length for _, length in pairs)
         with self._lock:
             self._waiting[ticket] = future
             self._recover()
             self._sources[obj.source] = store
-            present = self._plan.has_all(obj, wanted)
-            instructions = [] if self._closed else self._plan.request(ticket, obj, wanted, stream)
-            for ready in (found for found in instructions if present and isinstance(found, Ready)):
+            present = self._plan.has_all(obj, pairs)
+            instructions = [] if self._closed else self._plan.request(ticket, obj, pairs, stream)
+            for ready in (instruction for instruction in instructions if present and isinstance(instruction, Ready)):
                 self._counters.hit(self._plan.tier_of(ready.file), size if ready.ticket == ticket else 0)
-            later = self._execute(instructions)
+            actions = self._execute(instructions)
             bypassed = Bypass(ticket) in instructions
             self._counters.add(size, present=present, bypassed=bypassed, announced=bool(stream))
         if self._closed:
-            later = [self._resolve(ticket, TransientError("the cache is closed"))]
-        _run_all(later)
+            actions = [self._resolve(ticket, TransientError("the cache is closed"))]
+        _run_all(actions)
 
     def _announce(self, stream: int) -> None:
         """Process a stream's announcements until there is no newer one.
@@ -331,15 +333,15 @@ class Engine:
         """
         while True:
             with self._lock:
-                found = self._announcing.get(stream)
-                if found is None:  # withdrawn
+                announcing = self._announcing.get(stream)
+                if announcing is None:  # withdrawn
                     return
-                found.busy = found.newest is not None
-                if found.newest is None:
+                announcing.busy = announcing.newest is not None
+                if announcing.newest is None:
                     return
-                (store, upcoming), found.newest = found.newest, None
+                (store, upcoming), announcing.newest = announcing.newest, None
             try:
-                self._follow(stream, found, store, upcoming)
+                self._renew_announcement(stream, announcing, store, upcoming)
             except Exception:  # an announcement is a hint: the reads report the error
                 _log.exception("not prefetching from %s", store.location.url)
 
@@ -353,8 +355,8 @@ class Engine:
             except HeadraceError as error:
                 _log.debug("not prefetching: %s", error)
 
-    def _follow(self, stream: int, found: AnnouncingStream, store: Store, upcoming: Upcoming) -> None:
-        reads = found.announced.renew(upcoming, self._plan.block_bytes, self._objects.finder(store))
+    def _renew_announcement(self, stream: int, announcing: AnnouncingStream, store: Store, upcoming: Upcoming) -> None:
+        reads = announcing.announced.renew(upcoming, self._plan.block_bytes, self._objects.finder(store))
         with self._lock:
             if self._closed or stream not in self._announcing:
                 return
@@ -362,26 +364,26 @@ class Engine:
             source, now = self._objects.source(store), self._clock.monotonic()
             self._sources[source] = store
             self._plan.set_prefetch_limits(*self._fetcher.prefetch_limits())
-            wants = found.announced.wants(self._forecast.announced(stream, reads, now))
-            later = self._execute(self._plan.announce(stream, source, wants))
-        _run_all(later)
+            wants = announcing.announced.wants(self._forecast.announced(stream, reads, now))
+            actions = self._execute(self._plan.announce(stream, source, wants))
+        _run_all(actions)
 
     # instructions
 
     def _run(self, instructions: list[Instruction], error: BaseException | None = None) -> None:
         with self._lock:
-            later = self._execute(instructions, error)
-        _run_all(later)
+            actions = self._execute(instructions, error)
+        _run_all(actions)
 
     def _execute(self, instructions: list[Instruction], error: BaseException | None = None) -> list[Callable[[], None]]:
         """Execute `instructions`, and the further ones that they cause, under the lock.
 
         Returns the actions to run outside the lock.
         """
-        todo, later = deque(instructions), list[Callable[[], None]]()
-        while todo or self._ended:
+        todo, actions = deque(instructions), list[Callable[[], None]]()
+        while todo or self._ended_holds:
             if not todo:
-                todo.extend(self._plan.released(*[self._ended.popleft() for _ in range(len(self._ended))]))
+                todo.extend(self._plan.released(*[self._ended_holds.popleft() for _ in range(len(self._ended_holds))]))
                 continue
             match todo.popleft():
                 case Create() as create:
@@ -390,17 +392,17 @@ class Engine:
                     self._submit_fetch(fetch, todo)
                 case Drop(file, once):
                     self._disks.drop(file)
-                    later.extend(partial(listener, file) for listener in list(self._listeners.values()) if not once)
+                    actions.extend(partial(listener, file) for listener in list(self._listeners.values()) if not once)
                 case Ready(ticket, file, once):
-                    later.append(self._resolve(ticket, self._lease(file, once, todo)))
+                    actions.append(self._resolve(ticket, self._lease(file, once, todo)))
                 case Bypass(ticket):
-                    later.append(self._resolve(ticket, None))
+                    actions.append(self._resolve(ticket, None))
                 case Failed(ticket):
                     # the object is shorter than expected, but may contain the requested range; or the cache failed
                     direct = isinstance(error, RangeError | DiskError)
-                    later.append(self._resolve(ticket, None if direct else error))
+                    actions.append(self._resolve(ticket, None if direct else error))
         metrics.cache_resident_bytes.set(self._plan.used)
-        return later
+        return actions
 
     def _create(self, create: Create) -> None:
         try:
@@ -411,19 +413,19 @@ class Engine:
 
     def _adopt(self) -> None:
         """Adopt the files of an earlier engine."""
-        for tier, found in self._disks.remaining():
-            file = self._plan.adopt(found.object, found.blocks, tier)
+        for tier, adopted_file in self._disks.remaining():
+            file = self._plan.adopt(adopted_file.object, adopted_file.blocks, tier)
             if file is None:
-                found.file.unlink()
+                adopted_file.file.unlink()
             else:
-                self._disks.files[file] = found.file
+                self._disks.files[file] = adopted_file.file
 
     def _submit_fetch(self, fetch: Fetch, todo: deque[Instruction]) -> None:
-        opened = self._disks.files.get(fetch.file)
-        obj = self._plan.object_of(fetch.file) if opened is not None else None
+        block_file = self._disks.files.get(fetch.file)
+        obj = self._plan.object_of(fetch.file) if block_file is not None else None
         store = self._sources.get(obj.source) if obj is not None else None
         copies = [self._disks.files.get(file) for file, _, _ in fetch.copies]
-        if opened is None or obj is None or None in copies:
+        if block_file is None or obj is None or None in copies:
             todo.extend(self._plan.lost(fetch.file))
             return
         if store is None:  # the store was closed; this can only be a prefetch
@@ -433,19 +435,21 @@ class Engine:
         sources = [file for file in copies if file is not None]
         job = self._jobs.get(fetch.stream, str(fetch.stream))
         trace_parent = self._trace_parents.get(fetch.stream, "")
-        self._fetcher.start(FetchTask(fetch, opened, store, obj.key, sources, is_awaited, job, trace_parent))
+        self._fetcher.start(FetchTask(fetch, block_file, store, obj.key, sources, is_awaited, job, trace_parent))
 
     def _lease(self, file: int, once: bool, todo: deque[Instruction] | None = None) -> Lease | None:
         """A lease on the file; None if it cannot be opened. `todo` gets the instructions that this causes."""
-        opened = self._disks.files.get(file)
+        block_file = self._disks.files.get(file)
         try:
-            if opened is not None:  # else an empty object whose file could not be created
+            if block_file is not None:  # else an empty object whose file could not be created
                 present = self._plan.runs(file, RUNS)
-                return Lease(file, opened.reader(), opened.size, present=present, ended=self._ended, once=once)
+                return Lease(
+                    file, block_file.reader(), block_file.size, present=present, ended=self._ended_holds, once=once
+                )
         except OSError as error:
             if not disks.out_of_descriptors(error) and todo is not None:
                 todo.extend(self._plan.lost(file))  # it was deleted
-        self._ended.append(file)
+        self._ended_holds.append(file)
         return None
 
     def _resolve(self, ticket: int, outcome: Lease | BaseException | None) -> Callable[[], None]:
@@ -460,19 +464,19 @@ class Engine:
 
     def _on_fetched(self, results: Sequence[FetchResult]) -> None:
         """Pass the fetches that one thread has finished to the plan, all at once; then resolve the waiting requests."""
-        later = list[Callable[[], None]]()
+        actions = list[Callable[[], None]]()
         with self._lock:
             for fetch, error, from_store in results:
                 self._counters.totals["fetched_bytes"] += from_store
                 if isinstance(error, DiskError) and not disks.out_of_descriptors(error.error):
-                    if error.error.errno != errno.ENOENT:  # else the file was dropped, or deleted by someone else
+                    if error.error.errno != errno.ENOENT:  # else the file was dropped, or another program deleted it
                         self._pause(self._plan.tier_of(fetch.file), error.error)
-                    later += self._execute(self._plan.lost(fetch.file), error)
+                    actions += self._execute(self._plan.lost(fetch.file), error)
                 elif error is not None:
-                    later += self._execute(self._plan.failed(fetch.file, fetch.block), error)
-            fine = [(fetch.file, fetch.block) for fetch, error, _ in results if error is None]
-            later += self._execute(self._plan.fetched(*fine))
-        _run_all(later)
+                    actions += self._execute(self._plan.failed(fetch.file, fetch.block), error)
+            succeeded = [(fetch.file, fetch.block) for fetch, error, _ in results if error is None]
+            actions += self._execute(self._plan.fetched(*succeeded))
+        _run_all(actions)
 
     def _guard(self, future: Future[Lease | None], job: Callable[[], None]) -> None:
         try:
@@ -493,6 +497,6 @@ class Engine:
             self._plan.set_open(tier, open=True)
 
 
-def _run_all(later: list[Callable[[], None]]) -> None:
-    for action in later:
+def _run_all(actions: list[Callable[[], None]]) -> None:
+    for action in actions:
         action()

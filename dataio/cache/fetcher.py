@@ -147,14 +147,17 @@ class Fetcher:
             while (job := self._poll(now := self._clock.monotonic())) is None:
                 if self._closed and not self._queue:
                     return None
-                soon = self._queue.wake_in(now)
-                if not self._queue_changed.wait(soon if soon is not None else idle or None) and soon is None:
+                wake_after = self._queue.wake_in(now)
+                if (
+                    not self._queue_changed.wait(wake_after if wake_after is not None else idle or None)
+                    and wake_after is None
+                ):
                     self._batched.close_idle()
                     idle = IDLE_SECONDS if self._buffers.trim() else 0.0  # an idle daemon needs little memory
-            found = [job, *self._next_of_batch(job, now)] if isinstance(job, FetchTask) else job
+            work = [job, *self._next_of_batch(job, now)] if isinstance(job, FetchTask) else job
             if self._queue:
                 self._wake()  # a fetch that a limit held back may start now
-            return found
+            return work
 
     def _poll(self, now: float) -> Job | FetchTask | None:
         self._woken = False
@@ -171,8 +174,8 @@ class Fetcher:
 
     def _next_of_batch(self, first: FetchTask, now: float) -> Iterator[FetchTask]:
         fits, remaining = self._batched.fits, BATCH_BLOCKS - 1
-        while remaining and fits(first) and isinstance(more := self._queue.next(now, fits), FetchTask):
-            yield more
+        while remaining and fits(first) and isinstance(task := self._queue.next(now, fits), FetchTask):
+            yield task
             remaining -= 1
 
     def _process(self, tasks: list[FetchTask]) -> None:
@@ -190,9 +193,9 @@ class Fetcher:
                     self._forget_fetch(task)
 
     def _forget_fetch(self, task: FetchTask) -> None:
-        left = self._fetches[id(task.store)] - 1
-        if left:
-            self._fetches[id(task.store)] = left
+        remaining = self._fetches[id(task.store)] - 1
+        if remaining:
+            self._fetches[id(task.store)] = remaining
         else:
             del self._fetches[id(task.store)]
 
@@ -203,30 +206,30 @@ class Fetcher:
         serve.
         """
         order = sorted([(not task.is_awaited(), number) for number, task in enumerate(tasks)])
-        done, remaining = list[FetchResult](), dict.fromkeys(tasks)
+        results, remaining = list[FetchResult](), dict.fromkeys(tasks)
         try:
             with self._buffers.borrow() as buffer:
-                for later, number in order:
+                for can_wait, number in order:
                     task, began = tasks[number], self._clock.monotonic()
                     result = self._batched.fetch(task, buffer)
                     if result is None:
                         continue
                     del remaining[task]
-                    self._batch_fetched(task, result, began)
-                    done.append(result)
-                    if not later:
-                        self._on_fetched(done)
-                        done = []
+                    self._record_batched(task, result, began)
+                    results.append(result)
+                    if not can_wait:
+                        self._on_fetched(results)
+                        results = []
                         with self._queue_changed:  # other threads need not wait for the rest
                             if self._queue:
                                 self._wake()
         except Exception:  # such as a lack of memory; the attempts of the remaining fetches report it
             _log.exception("a batch of blocks could not be fetched")
-        if done:
-            self._on_fetched(done)
+        if results:
+            self._on_fetched(results)
         return list(remaining)
 
-    def _batch_fetched(self, task: FetchTask, result: FetchResult, began: float) -> None:
+    def _record_batched(self, task: FetchTask, result: FetchResult, began: float) -> None:
         _, error, size = result
         with self._lock:
             seconds = self._clock.monotonic() - began
@@ -245,7 +248,7 @@ class Fetcher:
                 view = buffer[: task.fetch.length]
                 if not self._matches_digest(task, view):
                     fetched = self._fetch(task, view)
-                    self._stored(fetched, began)
+                    self._record_stored(fetched, began)
                     self._batched.recently_used = False
         except Exception as error:  # any error goes to the requests that wait
             failed = error
@@ -261,10 +264,10 @@ class Fetcher:
             task.file.read(task.fetch.offset, view)
         except OSError:
             return False
-        right = disks.digest(view) == task.file.digest_of(task.fetch.block)
-        if not right:
+        matches = disks.digest(view) == task.file.digest_of(task.fetch.block)
+        if not matches:
             _log.warning("a block of %s on the cache's disk is corrupt; fetching it again", task.key)
-        return right
+        return matches
 
     def _fetch(self, task: FetchTask, view: memoryview) -> int:
         """Fetch the block into its file; returns the bytes read from the store."""
@@ -317,16 +320,18 @@ class Fetcher:
         if not tracing.recording():
             return
         seconds = self._clock.monotonic() - began
-        about: dict[str, tracing.Value] = {
+        attributes: dict[str, tracing.Value] = {
             "key": task.key,
             "offset": task.fetch.offset,
             "bytes": fetched,
             "job": task.job,
         }
-        what = type(error).__name__ if error else ""
-        tracing.record("cache.fetch", self._clock.time() - seconds, seconds, task.trace_parent, error=what, **about)
+        error_name = type(error).__name__ if error else ""
+        tracing.record(
+            "cache.fetch", self._clock.time() - seconds, seconds, task.trace_parent, error=error_name, **attributes
+        )
 
-    def _stored(self, fetched: int, began: float) -> None:
+    def _record_stored(self, fetched: int, began: float) -> None:
         if fetched:
             with self._lock:
                 self.window.stored(self._clock.monotonic() - began)
@@ -334,11 +339,11 @@ class Fetcher:
     def _end(self, task: FetchTask, error: BaseException | None, fetched: int) -> None:
         with self._lock:
             task.attempts -= 1
-            first = not task.done and (error is None or not task.attempts)
-            if first:
+            decides = not task.done and (error is None or not task.attempts)
+            if decides:
                 task.done = True
                 self._running.pop(task, None)
-        self._on_fetched([(task.fetch if first else _NOTHING, error, fetched)])
+        self._on_fetched([(task.fetch if decides else _NO_FETCH, error, fetched)])
 
     # hedging
 
@@ -350,29 +355,29 @@ class Fetcher:
         quiet = 0
         with self._lock:
             while not self._closed:
-                late = self.window.late_after()
-                if not self._running or late is None:
+                late_after = self.window.late_after()
+                if not self._running or late_after is None:
                     self._watching = bool(self._running) or quiet < QUIET_CHECKS
                     quiet = 0 if self._running else quiet + 1
-                    pause = CHECK_SECONDS if late is None else min(CHECK_SECONDS, _often(late))
+                    pause = CHECK_SECONDS if late_after is None else min(CHECK_SECONDS, _check_interval(late_after))
                     self._lock.wait(pause if self._watching else None)
                     continue
                 quiet = 0
                 now = self._clock.monotonic()
-                for task in [f for f in self._running if f.attempts == 1 and now - f.since >= late]:
+                for task in [f for f in self._running if f.attempts == 1 and now - f.since >= late_after]:
                     if task.is_awaited() and self.window.late_after() is not None:
                         task.attempts += 1
                         self.window.hedges += 1
                         self.start(task)
-                self._lock.wait(_often(late))
+                self._lock.wait(_check_interval(late_after))
 
 
-def _often(late: float) -> float:
+def _check_interval(late_after: float) -> float:
     """Seconds between two checks for late fetches."""
-    return max(0.01, late / 4)
+    return max(0.01, late_after / 4)
 
 
-_NOTHING = Fetch(-1, 0, 0, 0)
+_NO_FETCH = Fetch(-1, 0, 0, 0)
 """Reported for the slower of two attempts, because only its bytes count."""
 
 
@@ -428,7 +433,7 @@ class BatchedFetch:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._opened, self._clock, self._used = FdCache(clock), clock, 0.0
+        self._open_files, self._clock, self._used = FdCache(clock), clock, 0.0
         self._local_stores: weakref.WeakKeyDictionary[Store, bool] = weakref.WeakKeyDictionary()
         self.recently_used = False
 
@@ -449,11 +454,11 @@ class BatchedFetch:
             return None
         view = buffer[: fetch.length]
         try:
-            whole = os.preadv(file.fileno(), [view], fetch.offset) == fetch.length
+            complete = os.preadv(file.fileno(), [view], fetch.offset) == fetch.length
         except OSError:
-            whole = False
-        if not whole:
-            self._opened.forget(task.store, task.key)
+            complete = False
+        if not complete:
+            self._open_files.forget(task.store, task.key)
             return None
         self.recently_used, self._used = True, self._clock.monotonic()
         _READ.inc(fetch.length)
@@ -466,11 +471,11 @@ class BatchedFetch:
     def close_idle(self) -> None:
         """Close all files if none was used in the last `IDLE_SECONDS`."""
         if self._clock.monotonic() - self._used >= IDLE_SECONDS:
-            self._opened.clear()
+            self._open_files.clear()
 
     def _file(self, task: FetchTask) -> Descriptor | None:
         try:
-            file = self._opened.get(task.store, task.key)
+            file = self._open_files.get(task.store, task.key)
         except HeadraceError:  # the store reports it
             return None
         self._local_stores[task.store] = file is not None

@@ -50,23 +50,23 @@ class Objects:
 
     def known_as(self, source: str, key: str) -> ObjectId | None:
         """As `known`, for a store given by name."""
-        found = self._known.get((source, key))  # no lock: this is on the path of every read
-        if found is None or self._clock.monotonic() - found[1] > STAT_SECONDS:
+        entry = self._known.get((source, key))  # no lock: this is on the path of every read
+        if entry is None or self._clock.monotonic() - entry[1] > STAT_SECONDS:
             return None
-        return found[0]
+        return entry[0]
 
     def unknown(self, store: Store, keys: Iterable[str]) -> list[str]:
         """Those of `keys` that must be looked up, in order."""
         source, since, known = self.source(store), self._clock.monotonic() - STAT_SECONDS, self._known
-        return [key for key in keys if (found := known.get((source, key))) is None or found[1] < since]
+        return [key for key in keys if (entry := known.get((source, key))) is None or entry[1] < since]
 
     def finder(self, store: Store) -> Callable[[str], ObjectId]:
         """A faster `find` for many keys at about the same time."""
         source, since, known = self.source(store), self._clock.monotonic() - STAT_SECONDS, self._known
 
         def find(key: str) -> ObjectId:
-            found = known.get((source, key))
-            return found[0] if found is not None and found[1] >= since else self._stat(store, key)
+            entry = known.get((source, key))
+            return entry[0] if entry is not None and entry[1] >= since else self._stat(store, key)
 
         return find
 

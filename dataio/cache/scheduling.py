@@ -37,7 +37,7 @@ class JobLimits(msgspec.Struct, frozen=True):
 @dataclass(slots=True, eq=False)
 class _Job(Generic[T]):
     waiting: deque[tuple[T, int]] = field(default_factory=deque)
-    given: float = 0.0
+    virtual_time: float = 0.0
     """Virtual time: the bytes that the job received, or would have received while it was idle."""
     active: int = 0
     bytes: int = 0
@@ -53,8 +53,8 @@ class FairQueue(Generic[T]):
     def __init__(self, limits: JobLimits | None = None) -> None:
         self._limits = limits or JobLimits()
         self._jobs: dict[str, _Job[T]] = {}
-        self._first: deque[T] = deque()
-        self._now = 0.0  # the virtual time
+        self._without_job: deque[T] = deque()
+        self._virtual_time = 0.0
 
     def limit(self, limits: JobLimits) -> None:
         """Set new limits; fetches in flight above them continue."""
@@ -65,28 +65,28 @@ class FairQueue(Generic[T]):
 
     def add_first(self, item: T) -> None:
         """Queue work that belongs to no job."""
-        self._first.append(item)
+        self._without_job.append(item)
 
     def add(self, item: T, name: str, cost: int) -> None:
         """Queue a fetch of `cost` bytes for a job."""
         job = self._jobs.setdefault(name, _Job())
         if not job.waiting:
-            job.given = max(job.given, self._now)
+            job.virtual_time = max(job.virtual_time, self._virtual_time)
         job.waiting.append((item, cost))
 
     def next(self, now: float, fits: Callable[[T], bool] = lambda _: True) -> T | None:
         """The next item, or None if none may start or the next one does not fit."""
-        if self._first:
-            return self._first.popleft() if fits(self._first[0]) else None
-        able = [job for job in self._jobs.values() if job.waiting and self._may(job, now)]
-        if not able:
+        if self._without_job:
+            return self._without_job.popleft() if fits(self._without_job[0]) else None
+        ready_jobs = [job for job in self._jobs.values() if job.waiting and self._may_start(job, now)]
+        if not ready_jobs:
             return None
-        job = min(able, key=lambda job: job.given)
+        job = min(ready_jobs, key=lambda job: job.virtual_time)
         if not fits(job.waiting[0][0]):
             return None
         item, cost = job.waiting.popleft()
-        self._now = job.given
-        job.given += cost
+        self._virtual_time = job.virtual_time
+        job.virtual_time += cost
         job.active, job.bytes = job.active + 1, job.bytes + cost
         if self._limits.bandwidth:
             job.free_at = max(job.free_at, now) + cost / self._limits.bandwidth
@@ -101,8 +101,8 @@ class FairQueue(Generic[T]):
 
     def wake_in(self, now: float) -> float | None:
         """Seconds until a job that only its bandwidth limit delays may continue; None if there is no such job."""
-        held = [job.free_at - now for job in self._jobs.values() if job.waiting and self._has_room(job)]
-        return max(0.0, min(held)) if held else None
+        delays = [job.free_at - now for job in self._jobs.values() if job.waiting and self._has_room(job)]
+        return max(0.0, min(delays)) if delays else None
 
     def report(self) -> dict[str, dict[str, int]]:
         """Waiting and running fetches of each job."""
@@ -113,17 +113,19 @@ class FairQueue(Generic[T]):
         }
 
     def __len__(self) -> int:
-        return len(self._first) + sum(len(job.waiting) for job in self._jobs.values())
+        return len(self._without_job) + sum(len(job.waiting) for job in self._jobs.values())
 
-    def _may(self, job: _Job[T], now: float) -> bool:
+    def _may_start(self, job: _Job[T], now: float) -> bool:
         return self._has_room(job) and (not self._limits.bandwidth or job.free_at <= now)
 
     def _has_room(self, job: _Job[T]) -> bool:
         if not job.active:
             return True
-        few = not self._limits.connections or job.active < self._limits.connections
+        below_connections = not self._limits.connections or job.active < self._limits.connections
         cost = job.waiting[0][1]
-        return few and (not self._limits.bytes_in_flight or job.bytes + cost <= self._limits.bytes_in_flight)
+        return below_connections and (
+            not self._limits.bytes_in_flight or job.bytes + cost <= self._limits.bytes_in_flight
+        )
 
 
 KEPT = 64

@@ -108,9 +108,9 @@ def group(title: str, *arguments: Argument, description: str | None = None) -> A
     """Arguments under their own heading in the help."""
 
     def add(parser: argparse.ArgumentParser) -> None:
-        made = parser.add_argument_group(title, description)
-        for one in arguments:
-            one(made)  # type: ignore[arg-type]  # a group has the same add_argument
+        section = parser.add_argument_group(title, description)
+        for add_argument in arguments:
+            add_argument(section)  # type: ignore[arg-type]  # a group has the same add_argument
 
     return add
 
@@ -159,9 +159,9 @@ def journal() -> Argument:
     )
 
 
-def workers(what: str) -> Argument:
-    """--workers: how many processes or threads. `what` names their kind in the help."""
-    return argument("--workers", metavar="N", type=worker_count, help=f"number of {what} (default: one per core)")
+def workers(kind: str) -> Argument:
+    """--workers: how many processes or threads. `kind` names them in the help."""
+    return argument("--workers", metavar="N", type=worker_count, help=f"number of {kind} (default: one per core)")
 
 
 def json_option(what: str = "one JSON object") -> Argument:
@@ -187,12 +187,12 @@ def positive_int(text: str, most: int = MAX_NUMBER) -> int:
 def positive_float(text: str, most: float = MAX_NUMBER) -> float:
     """A number above 0 and at most `most`."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 < found <= most:
+        value = math.nan
+    if not 0 < value <= most:
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0, at most {most:g}")
-    return found
+    return value
 
 
 def version_or_tag(text: str) -> int | str:

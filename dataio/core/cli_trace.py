@@ -47,17 +47,17 @@ def trace(options: argparse.Namespace) -> int:
     reader = _Reader()
     try:
         with _output(options.output) as out:
-            events = _write(out, reader.all(_found(options.files)))
+            events = _write(out, reader.all(_event_logs(options.files)))
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from None
     processes = [process for _, process in reader.tracks.values()]
     if options.json:
-        found = {"events": events, "skipped": reader.skipped, "processes": [each.shown() for each in processes]}
-        print_json(found)
+        report = {"events": events, "skipped": reader.skipped, "processes": [process.shown() for process in processes]}
+        print_json(report)
     else:
-        where = f"{options.output}: " if options.output else ""
-        print(f"{where}{events} events of {len(processes)} processes")
-        print("\n".join(_lines(processes)))
+        destination = f"{options.output}: " if options.output else ""
+        print(f"{destination}{events} events of {len(processes)} processes")
+        print("\n".join(_table_lines(processes)))
     if reader.skipped:
         print(f"skipped {reader.skipped} lines that are not events", file=sys.stderr)
     return 1 if reader.skipped else 0
@@ -73,30 +73,30 @@ def _output(path: Path | None) -> Iterator[TextIO]:
             yield out
 
 
-def _lines(processes: list[Process]) -> Iterator[str]:
+def _table_lines(processes: list[Process]) -> Iterator[str]:
     """Yield the lines of two tables: the trainers with the lowest goodput, and the spans that took the most time."""
     trainers = trained(processes)
     if trainers:
         yield f"\n{'rank':>5}  {'process':<24} {'seconds':>9} {'waited for data':>16} {'held by save':>13} {'goodput':>8}"
-    worst = sorted(trainers, key=lambda each: each.goodput or 0.0)[:SHOWN]
-    for each in trained(worst):
-        shares = each.share(WAIT) or 0.0, each.share(SAVE) or 0.0, each.goodput or 0.0
-        name = f"{each.pid} on {each.host}"
-        yield f"{each.rank:>5}  {name:<24.24} {each.seconds:>9.1f} {shares[0]:>16.1%} {shares[1]:>13.1%} {shares[2]:>8.1%}"
+    worst = sorted(trainers, key=lambda process: process.goodput or 0.0)[:SHOWN]
+    for process in trained(worst):
+        shares = process.share(WAIT) or 0.0, process.share(SAVE) or 0.0, process.goodput or 0.0
+        name = f"{process.pid} on {process.host}"
+        yield f"{process.rank:>5}  {name:<24.24} {process.seconds:>9.1f} {shares[0]:>16.1%} {shares[1]:>13.1%} {shares[2]:>8.1%}"
     if len(trainers) > len(worst):
         yield f"  and {len(trainers) - len(worst)} that computed a larger share of their time (--json lists all)"
     spans = by_name(processes)
     if spans:
         yield f"\n{'span':<24} {'times':>9} {'seconds':>10} {'mean ms':>9} {'longest ms':>11}  most in"
-    for name, (whole, most) in list(spans.items())[:SHOWN]:
-        mean, longest = whole.total / whole.count / 1e3, whole.longest / 1e3
-        where = f"rank {most.rank} ({most.pid} on {most.host})"
-        yield f"{_printable(name):<24.24} {whole.count:>9} {whole.total / 1e6:>10.2f} {mean:>9.2f} {longest:>11.1f}  {where}"
+    for name, (total, worst_process) in list(spans.items())[:SHOWN]:
+        mean, longest = total.total / total.count / 1e3, total.longest / 1e3
+        longest_in = f"rank {worst_process.rank} ({worst_process.pid} on {worst_process.host})"
+        yield f"{_printable(name):<24.24} {total.count:>9} {total.total / 1e6:>10.2f} {mean:>9.2f} {longest:>11.1f}  {longest_in}"
     if len(spans) > SHOWN:
         yield f"  and {len(spans) - SHOWN} more (--json lists all)"
 
 
-def _found(paths: Iterable[Path]) -> list[Path]:
+def _event_logs(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -111,11 +111,11 @@ def _found(paths: Iterable[Path]) -> list[Path]:
 
 
 def _write(out: TextIO, events: Iterable[dict[str, Any]]) -> int:
-    count, before = 0, "\n"
+    count, separator = 0, "\n"
     out.write('{"displayTimeUnit": "ms", "traceEvents": [')
     for event in events:
-        out.write(before + json.dumps(event))
-        count, before = count + (event["ph"] == "X"), ",\n"
+        out.write(separator + json.dumps(event))
+        count, separator = count + (event["ph"] == "X"), ",\n"
     out.write("\n]}\n")
     return count
 
@@ -129,13 +129,13 @@ class _Reader:
 
     def all(self, files: Iterable[Path]) -> Iterator[dict[str, Any]]:
         for path in files:
-            yield from self._one(path)
+            yield from self._read_log(path)
 
-    def _one(self, path: Path) -> Iterator[dict[str, Any]]:
+    def _read_log(self, path: Path) -> Iterator[dict[str, Any]]:
         track: tuple[int, Process] | None = None
-        with open(path, "rb") as file:
-            while line := file.readline(LINE_BYTES):
-                value = _parsed(line)
+        with open(path, "rb") as log:
+            while line := log.readline(LINE_BYTES):
+                value = _parse(line)
                 if HEADER in value:
                     if value[HEADER] != VERSION:
                         raise UsageError(f"{path} is an event log of version {value[HEADER]}", hint="update Headrace")
@@ -145,26 +145,26 @@ class _Reader:
                     raise UsageError(f"{path} is not an event log: it has no header")
                 elif _is_event(value):
                     track[1].add(value["name"], value["ts"], value["dur"])
-                    yield _complete(value, track[0])
+                    yield _trace_event(value, track[0])
                 else:
                     self.skipped += 1
 
     def _track(self, header: dict[str, Any]) -> tuple[tuple[int, Process], list[dict[str, Any]]]:
-        key = (_printable(header.get("host")), _whole(header.get("pid")))
-        known = self.tracks.get(key)
-        if known is not None:
-            return known, []
+        key = (_printable(header.get("host")), _number_or_zero(header.get("pid")))
+        existing = self.tracks.get(key)
+        if existing is not None:
+            return existing, []
         if len(self.tracks) >= PROCESSES:
             raise UsageError(f"these are logs of more than {PROCESSES} processes", hint="name fewer of them at once")
-        rank = _whole(header.get("rank"))
+        rank = _number_or_zero(header.get("rank"))
         number = len(self.tracks) + 1
-        made = self.tracks[key] = number, Process(rank, key[1], key[0])
+        track = self.tracks[key] = number, Process(rank, key[1], key[0])
         name = f"rank {rank} (process {key[1]} on {key[0]})"
-        about = [("process_name", {"name": name}), ("process_sort_index", {"sort_index": rank})]
-        return made, [{"ph": "M", "pid": number, "tid": 0, "name": n, "args": args} for n, args in about]
+        metadata = [("process_name", {"name": name}), ("process_sort_index", {"sort_index": rank})]
+        return track, [{"ph": "M", "pid": number, "tid": 0, "name": n, "args": args} for n, args in metadata]
 
 
-def _whole(value: object) -> int:
+def _number_or_zero(value: object) -> int:
     """Return a number from a header; 0 if it is invalid."""
     return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
 
@@ -174,7 +174,7 @@ def _printable(value: object) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:200])
 
 
-def _complete(value: dict[str, Any], track: int) -> dict[str, Any]:
+def _trace_event(value: dict[str, Any], track: int) -> dict[str, Any]:
     name = value["name"]
     return {
         "ph": "X",
@@ -188,7 +188,7 @@ def _complete(value: dict[str, Any], track: int) -> dict[str, Any]:
     }
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
+def _parse(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

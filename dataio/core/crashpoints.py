@@ -28,25 +28,25 @@ _declared: dict[str, CrashPoint] = {}
 class CrashPoint:
     """A crash point. The program calls it when it reaches the point."""
 
-    __slots__ = ("_held", "_left", "meaning", "name")
+    __slots__ = ("_hits_left", "_holds", "meaning", "name")
 
     def __init__(self, name: str, meaning: str, environ: Mapping[str, str] = os.environ) -> None:
         self.name, self.meaning = name, meaning
-        wanted, _, nth = environ.get("HEADRACE_CRASH", "").partition("#")
-        self._left = int(nth or 1) if wanted == name else 0
-        self._held = environ.get("HEADRACE_HOLD", "") == name
+        crash_name, _, nth = environ.get("HEADRACE_CRASH", "").partition("#")
+        self._hits_left = int(nth or 1) if crash_name == name else 0
+        self._holds = environ.get("HEADRACE_HOLD", "") == name
 
     def __call__(self) -> None:
-        if self._left:
-            self._left -= 1
-            if not self._left:
-                _die(self.name)
-        if self._held:
-            self._held = False
-            _waits(self.name)
+        if self._hits_left:
+            self._hits_left -= 1
+            if not self._hits_left:
+                _kill_self(self.name)
+        if self._holds:
+            self._holds = False
+            _hold(self.name)
 
 
-def _waits(name: str, environ: Mapping[str, str] = os.environ) -> None:
+def _hold(name: str, environ: Mapping[str, str] = os.environ) -> None:
     """Hold the first caller at the point. Later callers, in this process or another one, pass."""
     mark = environ["HEADRACE_CRASH_MARK"]
     try:
@@ -73,7 +73,7 @@ def declared() -> dict[str, str]:
     return {name: point.meaning for name, point in _declared.items()}
 
 
-def _die(name: str) -> None:
+def _kill_self(name: str) -> None:
     mark = os.environ.get("HEADRACE_CRASH_MARK")
     if mark:
         with open(mark, "a") as file:

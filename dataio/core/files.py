@@ -53,15 +53,15 @@ def file_system_at(path: str, mounts: str) -> str:
 
     `mounts` is the text of a mountinfo file.
     """
-    best, kind = -1, ""
+    longest, kind = -1, ""
     for line in mounts.splitlines():
-        before, _, after = line.partition(" - ")
-        where, what = before.split(" "), after.split(" ")
-        if len(where) < 5 or not what[0]:
+        mount_part, _, source_part = line.partition(" - ")
+        mount_fields, source_fields = mount_part.split(" "), source_part.split(" ")
+        if len(mount_fields) < 5 or not source_fields[0]:
             continue
-        at = _ESCAPED.sub(lambda found: chr(int(found[1], 8)), where[4]).rstrip("/")
-        if (path == at or path.startswith(at + "/")) and len(at) >= best:
-            best, kind = len(at), what[0]
+        mount_point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), mount_fields[4]).rstrip("/")
+        if (path == mount_point or path.startswith(mount_point + "/")) and len(mount_point) >= longest:
+            longest, kind = len(mount_point), source_fields[0]
     return kind
 
 
@@ -85,11 +85,11 @@ def file_system(folder: Path, mounts: Path = _MOUNTINFO) -> str:
         lines = mounts.read_text("utf-8", "replace").splitlines()
     except OSError:
         return ""
-    wanted = f"{os.major(device)}:{os.minor(device)}"
+    device_number = f"{os.major(device)}:{os.minor(device)}"
     for line in lines:
-        before, _, after = line.partition(" - ")
-        if before.split()[2:3] == [wanted] and after.split()[:1]:
-            return after.split()[0]
+        mount_part, _, source_part = line.partition(" - ")
+        if mount_part.split()[2:3] == [device_number] and source_part.split()[:1]:
+            return source_part.split()[0]
     return ""
 
 
@@ -152,12 +152,12 @@ class Scratch:
     def __init__(self, prefix: str, place: str | None = None) -> None:
         place = place or tempfile.gettempdir()
         _sweep(prefix, place)
-        made = tempfile.mkdtemp(prefix=f".new-{prefix}", dir=place)
-        self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+        temporary = tempfile.mkdtemp(prefix=f".new-{prefix}", dir=place)
+        self._lock = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
         with contextlib.suppress(OSError):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self.path = Path(place, os.path.basename(made).removeprefix(".new-"))
-        os.rename(made, self.path)
+        self.path = Path(place, os.path.basename(temporary).removeprefix(".new-"))
+        os.rename(temporary, self.path)
 
     def remove(self) -> None:
         """Remove the folder as far as possible. A second call does nothing."""
@@ -169,9 +169,9 @@ class Scratch:
 
 def _sweep(prefix: str, place: str) -> None:
     """Remove the folders of dead owners."""
-    with contextlib.suppress(OSError), os.scandir(place) as found:
-        left = [entry.path for entry in found if entry.name.startswith(prefix)]
-        for path in left[:_MAX_SWEPT]:
+    with contextlib.suppress(OSError), os.scandir(place) as entries:
+        candidates = [entry.path for entry in entries if entry.name.startswith(prefix)]
+        for path in candidates[:_MAX_SWEPT]:
             with contextlib.suppress(OSError):
                 _remove_if_stale(path)
 
@@ -190,10 +190,10 @@ def private_directory(path: Path) -> Path:
     """Create `path` if needed, and check that it is a real directory that only this user may enter."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise AccessDeniedError(
-            f"{path} is not a private directory: owner {found.st_uid}, mode {stat.filemode(found.st_mode)}",
+            f"{path} is not a private directory: owner {status.st_uid}, mode {stat.filemode(status.st_mode)}",
             hint="name a directory of your own with mode 0700",
         )
     return path
@@ -211,10 +211,10 @@ def file_lock(path: Path, seconds: float, poll: float) -> Iterator[None]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         until = time.monotonic() + seconds
-        while not _taken(fd):
+        while not _try_lock(fd):
             if time.monotonic() >= until:
-                why = f"another process held this lock for {seconds:g} s (lsof names it)"
-                raise TimeoutError(errno.ETIMEDOUT, why, str(path))
+                reason = f"another process held this lock for {seconds:g} s (lsof names it)"
+                raise TimeoutError(errno.ETIMEDOUT, reason, str(path))
             time.sleep(poll)
         try:
             yield
@@ -224,7 +224,7 @@ def file_lock(path: Path, seconds: float, poll: float) -> Iterator[None]:
         os.close(fd)
 
 
-def _taken(fd: int) -> bool:
+def _try_lock(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -56,8 +56,10 @@ def parse_json(data: bytes, *, max_bytes: int = limits.JSON_DOCUMENT_BYTES, uniq
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at offset {error.start}") from error
-    pairs = _unique if unique_names else None
-    return json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_integer, object_pairs_hook=pairs)
+    pairs = _unique_names if unique_names else None
+    return json.loads(
+        text, parse_constant=_refuse_constant, parse_float=_float, parse_int=_integer, object_pairs_hook=pairs
+    )
 
 
 def _check_depth(data: bytes) -> None:
@@ -72,7 +74,7 @@ def _check_depth(data: bytes) -> None:
             depth -= 1
 
 
-def _constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -89,13 +91,13 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"the name {twice[:80]!r} occurs twice in one object")
-    return found
+    return mapping
 
 
 def seal(document: bytes) -> bytes:

@@ -83,22 +83,22 @@ _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 def _control_groups() -> list[Path]:
     """The folders of this process's control group (version 2) and its parents. A container sees its own as the root."""
-    own = ""
+    own_group = ""
     with contextlib.suppress(OSError):
-        own = next((line[3:] for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::")), "")
-    names = [name for name in own.split("/") if name and name != ".."]
+        own_group = next((line[3:] for line in _OWN_CGROUP.read_text().splitlines() if line.startswith("0::")), "")
+    names = [name for name in own_group.split("/") if name and name != ".."]
     return [_CGROUPS.joinpath(*names[:count]) for count in range(len(names) + 1)]
 
 
 def _free_in_group(group: Path, swap: int) -> int:
     """The bytes that are free under the group's limit, with at most `swap` bytes of swap space."""
-    left = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    free = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    left += sum(int(stat.get(name, 0)) for name in _RECLAIMABLE)
+    free += sum(int(stat.get(name, 0)) for name in _RECLAIMABLE)
     with contextlib.suppress(OSError, ValueError):
         used = int((group / "memory.swap.current").read_text())
         swap = min(swap, int((group / "memory.swap.max").read_text()) - used)
-    return max(0, left) + max(0, swap)
+    return max(0, free) + max(0, swap)
 
 
 def check_memory(size: int, what: str) -> None:

@@ -37,19 +37,19 @@ class _Redacting(logging.Filter):
         self._lines: dict[int, _Line] = {}  # one per logging call of the module
 
     def filter(self, record: logging.LogRecord) -> bool:
-        left_out = 0
+        dropped = 0
         if record.levelno >= logging.INFO and not hasattr(record, _ONCE):
             line, now = self._lines.setdefault(record.lineno, _Line()), time.monotonic()
             if now >= line.until:
-                left_out, line.logged, line.until = line.logged - RECORDS, 0, now + SECONDS
+                dropped, line.logged, line.until = line.logged - RECORDS, 0, now + SECONDS
             line.logged += 1
             if line.logged > RECORDS:
                 return False
         record.msg, record.args = printable(redact(record.getMessage())), ()
         if record.exc_info:  # handlers print this text and do not format the traceback again
             record.exc_text = printable(redact(_FORMATTER.formatException(record.exc_info)))
-        if left_out > 0:
-            record.msg += f" ({left_out} more like this were dropped)"
+        if dropped > 0:
+            record.msg += f" ({dropped} more like this were dropped)"
         if not logging.getLogger(record.name).hasHandlers():
             record.msg = f"{_ROOT}: {record.msg}"
         return True
@@ -80,7 +80,7 @@ class _RedactingText(logging.Filter):
 def redact_loggers(*names: str) -> None:
     """Remove secrets from the loggers of other libraries. botocore logs whole requests, with their session tokens."""
     for logger in map(logging.getLogger, names):
-        if not any(isinstance(one, _RedactingText) for one in logger.filters):
+        if not any(isinstance(log_filter, _RedactingText) for log_filter in logger.filters):
             logger.addFilter(_RedactingText())
 
 

@@ -68,13 +68,13 @@ def is_secret_name(name: str) -> bool:
 
 def without_secrets(options: Mapping[str, object]) -> dict[str, object]:
     """Copy nested `options` without the secret entries. The copy is safe to send, log or store."""
-    return {name: _without(value) for name, value in options.items() if not _is_secret(name, value)}
+    return {name: _value_without_secrets(value) for name, value in options.items() if not _is_secret(name, value)}
 
 
 def has_secrets(options: Mapping[str, object]) -> bool:
     """Whether nested `options` contain a secret at any level."""
     return any(_is_secret(name, value) for name, value in options.items()) or any(
-        has_secrets(one) for value in options.values() for one in _mappings(value)
+        has_secrets(mapping) for value in options.values() for mapping in _mappings(value)
     )
 
 
@@ -83,8 +83,8 @@ def _is_secret(name: str, value: object) -> bool:
     if is_secret_name(str(name)):
         return True
     if isinstance(value, list | tuple | set | frozenset):
-        named = [one for one in value if isinstance(one, str)] if len(value) == 2 else []  # a header: name and value
-        return any(map(is_secret_name, named)) or any(_is_secret("", one) for one in value)
+        names = [item for item in value if isinstance(item, str)] if len(value) == 2 else []  # a header: name and value
+        return any(map(is_secret_name, names)) or any(_is_secret("", item) for item in value)
     return isinstance(value, str | bytes) and redact(text := _text(value)) != text
 
 
@@ -92,15 +92,15 @@ def _text(value: str | bytes) -> str:
     return value if isinstance(value, str) else value.decode(errors="replace")
 
 
-def _without(value: object) -> object:
+def _value_without_secrets(value: object) -> object:
     if isinstance(value, Mapping):
         return without_secrets(value)
-    return [_without(one) for one in value] if isinstance(value, list | tuple) else value
+    return [_value_without_secrets(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _mappings(value: object) -> Iterator[Mapping[str, object]]:
     if isinstance(value, Mapping):
         yield value
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _mappings(one)
+        for item in value:
+            yield from _mappings(item)

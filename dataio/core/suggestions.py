@@ -31,8 +31,8 @@ def did_you_mean(name: str, known: Iterable[str], other_names: Mapping[str, str]
     import difflib  # only mistakes need it
 
     names = list(known)
-    found = (other_names or {}).get(name) or next(iter(difflib.get_close_matches(name, names, 1)), "")
-    return f" (did you mean {found}?)" if found.partition("=")[0] in names else ""
+    suggestion = (other_names or {}).get(name) or next(iter(difflib.get_close_matches(name, names, 1)), "")
+    return f" (did you mean {suggestion}?)" if suggestion.partition("=")[0] in names else ""
 
 
 def suggests_arguments(**other_names: str) -> Callable[[ClassT], ClassT]:
@@ -53,14 +53,14 @@ def suggests_arguments(**other_names: str) -> Callable[[ClassT], ClassT]:
 
     def decorate(decorated: ClassT) -> ClassT:
         init: Callable[..., None] = vars(decorated)["__init__"]
-        known = list(inspect.signature(init).parameters)[1:]
+        arguments = list(inspect.signature(init).parameters)[1:]
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             for name in kwargs:
-                if name not in known:
-                    meant = did_you_mean(name, known, other_names)
-                    raise TypeError(f"{type(self).__name__}() has no argument {name!r}{meant}")
+                if name not in arguments:
+                    suggestion = did_you_mean(name, arguments, other_names)
+                    raise TypeError(f"{type(self).__name__}() has no argument {name!r}{suggestion}")
             init(self, *args, **kwargs)
 
         decorated.__init__ = checked  # type: ignore[misc]

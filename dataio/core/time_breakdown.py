@@ -77,22 +77,25 @@ class Process:
             "data_wait": self.share(WAIT),
             "save_stall": self.share(SAVE),
             "goodput": self.goodput,
-            "spans": {name: found.shown() for name, found in sorted(self.spans.items())},
+            "spans": {name: span_sum.shown() for name, span_sum in sorted(self.spans.items())},
         }
 
 
 def trained(processes: list[Process]) -> list[Process]:
     """The processes that loaded or saved, by rank."""
-    return sorted((each for each in processes if each.seconds), key=lambda each: (each.rank, each.host, each.pid))
+    return sorted(
+        (process for process in processes if process.seconds),
+        key=lambda process: (process.rank, process.host, process.pid),
+    )
 
 
 def by_name(processes: list[Process]) -> dict[str, tuple[Sum, Process]]:
     """Return the sum over all processes for each name, and the process with the largest sum; the largest sum first."""
-    found: dict[str, tuple[Sum, Process]] = {}
+    largest: dict[str, tuple[Sum, Process]] = {}
     for process in processes:
-        for name, own in process.spans.items():
-            whole, most = found.setdefault(name, (Sum(), process))
-            whole.add(own.count, own.total, own.longest)
-            if own.total > most.spans[name].total:
-                found[name] = (whole, process)
-    return dict(sorted(found.items(), key=lambda item: -item[1][0].total))
+        for name, span_sum in process.spans.items():
+            total, largest_process = largest.setdefault(name, (Sum(), process))
+            total.add(span_sum.count, span_sum.total, span_sum.longest)
+            if span_sum.total > largest_process.spans[name].total:
+                largest[name] = (total, process)
+    return dict(sorted(largest.items(), key=lambda item: -item[1][0].total))

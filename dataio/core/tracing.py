@@ -163,17 +163,17 @@ def span(name: str, **about: Value) -> AbstractContextManager[object]:
         >>> with span("loader.wait", batch=7):
         ...     pass
     """
-    return _found().span(name, about)
+    return _get_tracer().span(name, about)
 
 
 def context() -> str:
     """The current span of this thread as a W3C `traceparent`, for another process; "" if there is none."""
-    return _found().context()
+    return _get_tracer().context()
 
 
 def recording() -> bool:
     """Whether `record` has a destination, so that its arguments are worth computing."""
-    return _found().recording
+    return _get_tracer().recording
 
 
 def record(name: str, began: float, seconds: float, parent: str = "", *, error: str = "", **about: Value) -> None:
@@ -187,10 +187,10 @@ def record(name: str, began: float, seconds: float, parent: str = "", *, error: 
         error: The error's name; "" for success.
         about: Attributes, as for `span`.
     """
-    _found().record(name, began, seconds, parent, about, error)
+    _get_tracer().record(name, began, seconds, parent, about, error)
 
 
-def _found() -> Tracer:
+def _get_tracer() -> Tracer:
     global _tracer
     if _tracer is None:  # not at import: the look-up of nvtx would delay every command
         _tracer = Tracer()
@@ -219,27 +219,27 @@ class OpenTelemetry:
 
     def context(self) -> str:
         """The current span as a `traceparent`; "" if there is none."""
-        found = self._trace.get_current_span().get_span_context()
-        if not found.is_valid:
+        span_context = self._trace.get_current_span().get_span_context()
+        if not span_context.is_valid:
             return ""
-        return f"00-{found.trace_id:032x}-{found.span_id:016x}-{int(found.trace_flags):02x}"
+        return f"00-{span_context.trace_id:032x}-{span_context.span_id:016x}-{int(span_context.trace_flags):02x}"
 
     def record(
         self, name: str, began: float, seconds: float, parent: str, about: Mapping[str, Value], error: str = ""
     ) -> None:
         """Record a span that has ended; it began at `began` (Unix time), below `parent`."""
         span = self._tracer.start_span(
-            name, context=self._remote(parent), attributes=_attributes(about), start_time=round(began * 1e9)
+            name, context=self._remote_context(parent), attributes=_attributes(about), start_time=round(began * 1e9)
         )
         if error:
             span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, error))
         span.end(end_time=round((began + seconds) * 1e9))
 
-    def _remote(self, parent: str) -> Any:
-        found = _PARENT.fullmatch(parent)
-        if found is None:
+    def _remote_context(self, parent: str) -> Any:
+        match = _PARENT.fullmatch(parent)
+        if match is None:
             return None
-        trace, span, flags = (int(part, 16) for part in found.groups())
+        trace, span, flags = (int(part, 16) for part in match.groups())
         context = self._trace.SpanContext(trace, span, is_remote=True, trace_flags=self._trace.TraceFlags(flags))
         return self._trace.set_span_in_context(self._trace.NonRecordingSpan(context))
 
@@ -256,7 +256,7 @@ def find_opentelemetry(environ: Mapping[str, str]) -> OpenTelemetry | None:
         sdk = importlib.import_module("opentelemetry.sdk.trace")
         if isinstance(trace.get_tracer_provider(), sdk.TracerProvider):
             return OpenTelemetry(trace.get_tracer("headrace"))
-        return OpenTelemetry(_exporting(sdk, environ).get_tracer("headrace")) if exported else None
+        return OpenTelemetry(_make_provider(sdk, environ).get_tracer("headrace")) if exported else None
     except ImportError as error:
         warn_once(
             _log, f"the environment names a collector, but no spans are sent: {error}; pip install 'headrace[otel]'"
@@ -264,7 +264,7 @@ def find_opentelemetry(environ: Mapping[str, str]) -> OpenTelemetry | None:
         return None
 
 
-def _exporting(sdk: Any, environ: Mapping[str, str]) -> Any:
+def _make_provider(sdk: Any, environ: Mapping[str, str]) -> Any:
     """Make our own provider. It does not become the global provider of the process."""
     exporter = importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter").OTLPSpanExporter()
     resources = importlib.import_module("opentelemetry.sdk.resources")
@@ -285,17 +285,17 @@ class _ExitFlush:
 
     def __init__(self, provider: Any) -> None:
         self._provider, self._leaving = provider, threading.Event()
-        self._thread = self._started()
+        self._thread = self._start_thread()
         atexit.register(self.flush)
 
     def flush(self) -> None:
         """Send the remaining spans."""
         self._leaving.set()
         if not self._thread.is_alive():
-            self._thread = self._started()
+            self._thread = self._start_thread()
         self._thread.join(EXIT_SECONDS)
 
-    def _started(self) -> threading.Thread:
+    def _start_thread(self) -> threading.Thread:
         thread = threading.Thread(target=self._wait, name="headrace-otel", daemon=True)
         thread.start()
         return thread

@@ -14,7 +14,7 @@ The daemon's side:
 - `reads`, `staging`: the clients' requests about shards and about checkpoints
 - `jobs`: the staged checkpoints
 - `tier`: the local tier, which keeps the last steps, and copies of them on other nodes
-- `status`, `status_server`, `job_stats`, `metrics`: the status page and the metrics
+- `status`, `status_server`, `job_stats`, `save_stats`, `metrics`: the status page and the metrics
 - `cache_directory`: the directories of the cache
 - `systemd`: socket activation and the watchdog
 

@@ -36,28 +36,28 @@ class CacheDirectory:
     def claim(cls, path: Path, keep: bool) -> CacheDirectory:
         """Create the directory if it is absent. With `keep`, try to take the lock that allows keeping files."""
         private_directory(path)
-        return cls(path, _lock(path) if keep else None)
+        return cls(path, _take_lock(path) if keep else None)
 
-    def budget(self, asked: int, in_use: int = 0) -> int:
+    def budget(self, wanted_bytes: int, in_use: int = 0) -> int:
         """The smaller of `asked` and the room on the disk: nine tenths of the free space plus the cache's own files.
 
         `in_use` is the size of a running cache without the lock, whose files cannot be seen in the directory.
         """
         disk = os.statvfs(self.path)
-        room = disk.f_bavail * disk.f_frsize // 10 * 9 + (in_use if self.lock is None else self._kept_bytes())
-        if room < asked:
+        room = disk.f_bavail * disk.f_frsize // 10 * 9 + (in_use if self.lock is None else self._block_file_bytes())
+        if room < wanted_bytes:
             _log.warning("the disk of %s has room for a cache of %s only", self.path, limits.format_bytes(room))
-        return min(room, asked)
+        return min(room, wanted_bytes)
 
     def close(self) -> None:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
 
-    def _kept_bytes(self) -> int:
+    def _block_file_bytes(self) -> int:
         with os.scandir(self.path) as entries:
-            kept = (entry for entry in entries if entry.name.endswith(".blocks"))
-            return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in kept)
+            block_files = (entry for entry in entries if entry.name.endswith(".blocks"))
+            return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in block_files)
 
 
 class CacheDirectories:
@@ -69,20 +69,20 @@ class CacheDirectories:
     @classmethod
     def claim(cls, tiers: Sequence[CacheTier], keep: bool) -> CacheDirectories:
         """Claim every usable tier; `UsageError` when there is none."""
-        found, trouble = list[tuple[CacheTier, CacheDirectory]](), list[str]()
+        claimed, failures = list[tuple[CacheTier, CacheDirectory]](), list[str]()
         for tier in tiers:
             try:
-                found.append((tier, CacheDirectory.claim(tier.path, keep)))
+                claimed.append((tier, CacheDirectory.claim(tier.path, keep)))
             except OSError as error:
-                trouble.append(f"{tier.path}: {error.strerror}")
-        if not found:
+                failures.append(f"{tier.path}: {error.strerror}")
+        if not claimed:
             raise UsageError(
-                f"no directory for the cache can be created: {', '.join(trouble)}",
+                f"no directory for the cache can be created: {', '.join(failures)}",
                 hint="give --cache-dir a directory on a disk that can be written, such as local NVMe or a tmpfs",
             )
-        for reason in trouble:
+        for reason in failures:
             _log.warning("the cache does not use %s", reason)
-        return cls(found)
+        return cls(claimed)
 
     def places(self, cache_bytes: int, in_use: Sequence[int] = ()) -> list[TierDirectory]:
         """The tiers for the engine. A tier without its own size gets `cache_bytes`.
@@ -99,7 +99,7 @@ class CacheDirectories:
             directory.close()
 
 
-def _lock(path: Path) -> int | None:
+def _take_lock(path: Path) -> int | None:
     try:
         lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:

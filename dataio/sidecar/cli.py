@@ -62,10 +62,10 @@ def _run(options: argparse.Namespace) -> int:
     from headrace.dataio.sidecar.daemon import Daemon
     from headrace.dataio.store.open import open_location
 
-    given = {name: text for name, text in vars(options).items() if name != "action" and text is not None}
-    found = settings.read(given, commands=COMMANDS)
-    log.setup(found.log_level)
-    daemon = Daemon(found.config, open_location, lambda: settings.read(given, commands=COMMANDS).config)
+    flags = {name: text for name, text in vars(options).items() if name != "action" and text is not None}
+    configured = settings.read(flags, commands=COMMANDS)
+    log.setup(configured.log_level)
+    daemon = Daemon(configured.config, open_location, lambda: settings.read(flags, commands=COMMANDS).config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         drained = runner.run(daemon.serve(systemd.ready))
     return 0 if drained else TransientError.exit_code
@@ -111,9 +111,9 @@ def _line(record: Record) -> dict[str, object]:
     return {"run": record.run, "step": record.step, "rank": record.rank, "committed": record.committed > 0}
 
 
-def _text(records: list[Record], done: bool) -> str:
+def _text(records: list[Record], removed: bool) -> str:
     lines = [
         f"step {r.step} of run {r.run}, rank {r.rank}: " + ("committed" if r.committed else "NOT KNOWN TO BE COMMITTED")
         for r in records
     ]
-    return "\n".join([*lines, "removed" if done else "nothing was removed; --apply removes them"])
+    return "\n".join([*lines, "removed" if removed else "nothing was removed; --apply removes them"])

@@ -47,14 +47,14 @@ def status(options: argparse.Namespace) -> int:
 
 def ask(options: argparse.Namespace) -> State:
     """The status of the daemon on `options.socket`, or on the default socket."""
-    found = Sidecar.find(options.socket or "auto")
-    if found is None:
-        where = options.socket or default_socket()
-        with translate_os_errors(f"asking at {where}"), contextlib.suppress(FileNotFoundError):
-            os.stat(where)  # raises if this user may not access the directory
-        raise NotFoundError(f"no sidecar answers on {where}", hint="start one: headrace sidecar run")
-    with found:
-        return found.status()
+    connection = Sidecar.find(options.socket or "auto")
+    if connection is None:
+        socket_path = options.socket or default_socket()
+        with translate_os_errors(f"asking at {socket_path}"), contextlib.suppress(FileNotFoundError):
+            os.stat(socket_path)  # raises if this user may not access the directory
+        raise NotFoundError(f"no sidecar answers on {socket_path}", hint="start one: headrace sidecar run")
+    with connection:
+        return connection.status()
 
 
 def view(state: State) -> RenderableType:
@@ -114,22 +114,22 @@ def _cache_tier(number: int, tier: State, cache: State) -> str:
     text = f"  tier {number}  {format_bytes(tier['used_bytes'])} of {format_bytes(tier['budget_bytes'])} "
     text += f"in {_clean(tier['directory'])}" + (f" ({_clean(tier['medium'])})" if "medium" in tier else "")
     if "hit_bytes" in tier:
-        asked = cache.get("asked_bytes", 0)
-        share = f" ({100 * tier['hit_bytes'] / asked:.1f} % of requested bytes)" if asked else ""
+        requested = cache.get("asked_bytes", 0)
+        share = f" ({100 * tier['hit_bytes'] / requested:.1f} % of requested bytes)" if requested else ""
         text += f", {format_bytes(tier['hit_bytes'])} hits{share}"
     return text + (", PAUSED: disk not writable" if tier["paused"] else "")
 
 
-def _prefetch(found: State) -> list[Text]:
-    ready, late = found.get("reads_ready", 0), found.get("reads_late", 0)
+def _prefetch(stats: State) -> list[Text]:
+    ready, late = stats.get("reads_ready", 0), stats.get("reads_late", 0)
     if not ready + late:
         return []
     text = (
         f"prefetch {ready} of {ready + late} reads were ready in time ({100 * ready / (ready + late):.1f} %); "
-        f"{format_bytes(found['window_bytes'])} may be in flight, {found['hedged']} hedged"
+        f"{format_bytes(stats['window_bytes'])} may be in flight, {stats['hedged']} hedged"
     )
-    if found.get("forecasts"):
-        error, worst = found["forecast_error_median_s"], found["forecast_error_p95_s"]
+    if stats.get("forecasts"):
+        error, worst = stats["forecast_error_median_s"], stats["forecast_error_p95_s"]
         when = "later" if error > 0 else "sooner"
         text += f"; needed {abs(error):.2g} s {when} than predicted, 95 % within {worst:.2g} s"
     return [Text(text)]
@@ -138,8 +138,8 @@ def _prefetch(found: State) -> list[Text]:
 def _fetching(jobs: State) -> list[Text]:
     shown = sorted(jobs.items(), key=lambda entry: -entry[1]["waiting"])[:6]
     text = ", ".join(
-        f"{_clean(name)} {turn['connections']} ({format_bytes(turn['bytes_in_flight'])}), {turn['waiting']} waiting"
-        for name, turn in shown
+        f"{_clean(name)} {fetches['connections']} ({format_bytes(fetches['bytes_in_flight'])}), {fetches['waiting']} waiting"
+        for name, fetches in shown
     )
     return [Text(f"stores  {text}")] if text else []
 
@@ -148,10 +148,10 @@ def _tier(state: State) -> list[Text]:
     tier = state.get("tier")
     if not tier:
         return []
-    kept = ", ".join(_kept(step) for step in tier["kept"][:6])
-    where = f" in {_clean(tier['medium'])}" if "medium" in tier else ""
-    size = f"{format_bytes(tier['used_bytes'])} of {format_bytes(tier['budget_bytes'])}{where}"
-    text = f"tier    {size}, steps: {kept or 'none'}"
+    steps = ", ".join(_step(step) for step in tier["kept"][:6])
+    medium = f" in {_clean(tier['medium'])}" if "medium" in tier else ""
+    size = f"{format_bytes(tier['used_bytes'])} of {format_bytes(tier['budget_bytes'])}{medium}"
+    text = f"tier    {size}, steps: {steps or 'none'}"
     lines = [Text(text + (f", UNUSABLE: {_clean(tier['trouble'])}" if tier["trouble"] else ""))]
     if tier["buddy"]:
         lines.append(_buddy(tier["buddy"]))
@@ -163,14 +163,14 @@ def _tier(state: State) -> list[Text]:
     return lines
 
 
-def _kept(step: State) -> str:
+def _step(step: State) -> str:
     """The run and the step, with notes: whether the step is committed, and how many ranks' parts are copied."""
     notes = [] if step["committed"] else ["not committed"]
     if step["guest"]:
         notes.append("for a buddy")
     elif step.get("copied") is not None:
-        whole = step["copied"] >= step["ranks"]
-        notes.append("copied" if whole else f"{step['copied']} of {step['ranks']} ranks copied")
+        complete = step["copied"] >= step["ranks"]
+        notes.append("copied" if complete else f"{step['copied']} of {step['ranks']} ranks copied")
     return _clean(f"{step['run']} {step['step']}" + (f" ({', '.join(notes)})" if notes else ""))
 
 
@@ -210,9 +210,9 @@ def _saves(state: State) -> Table:
     for save in state.get("saves", [])[:8]:
         over = save["state"] in ("committed", "failed")
         share = "" if over or not save["total"] else f"{100 * save['done'] // save['total']} %"
-        what = _clean(save["about"]) + (f": {_clean(save['error'])}" if save["error"] else "")
+        description = _clean(save["about"]) + (f": {_clean(save['error'])}" if save["error"] else "")
         table.add_row(
-            Text(what), save["state"], share, _number(save["seconds"]), _ago(save["age_seconds"]) if over else ""
+            Text(description), save["state"], share, _number(save["seconds"]), _ago(save["age_seconds"]) if over else ""
         )
     return table
 

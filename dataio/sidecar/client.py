@@ -52,8 +52,8 @@ def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter 
     if chosen(sidecar) is None:
         return open_local_reader(store)
     if not store.location.shareable:
-        why = "its options include secrets or a file system, which are never sent to another process"
-        warn_once(_log, f"{store.location.url} is not read through the sidecar: {why}", "node")
+        reason = "its options include secrets or a file system, which are never sent to another process"
+        warn_once(_log, f"{store.location.url} is not read through the sidecar: {reason}", "node")
         return open_local_reader(store)
     from headrace.dataio.sidecar.reader import SidecarReader
 

@@ -138,16 +138,16 @@ class Sidecar:
             if uid not in (os.geteuid(), 0):  # root's service manager may have created the socket for the daemon
                 raise ConflictError(f"the sidecar on {path} belongs to user {uid}")
             wire.send_all(sock, wire.frame(m.encode(m.Hello(m.VERSION, os.getpid()))), (), CONNECT_SECONDS)
-            found = cls(sock, path, pid)
-            found._handshake()
+            connection = cls(sock, path, pid)
+            connection._handshake()
             # no Python timeout from here on, because it would add a poll to every send and receive
             sock.settimeout(None)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TICK)
         except BaseException:
             sock.close()
             raise
-        found._thread.start()
-        return found
+        connection._thread.start()
+        return connection
 
     def _handshake(self) -> None:
         until = time.monotonic() + CONNECT_SECONDS
@@ -156,12 +156,12 @@ class Sidecar:
             if not data:
                 break
             for frame in self._framer.feed(data, descriptors):
-                answer = m.decode_from_daemon(frame.payload)
-                if isinstance(answer, m.Welcome):
-                    self._reports, self.incremental = answer.reports, answer.incremental
+                message = m.decode_from_daemon(frame.payload)
+                if isinstance(message, m.Welcome):
+                    self._reports, self.incremental = message.reports, message.incremental
                     return
-                if isinstance(answer, m.Refused):
-                    raise m.error_of(answer.code, answer.message, "")
+                if isinstance(message, m.Refused):
+                    raise m.error_of(message.code, message.message, "")
         raise TransientError(f"the sidecar on {self.path} did not answer")
 
     # requests
@@ -199,7 +199,7 @@ class Sidecar:
                 )
         finally:
             os.close(plan_fd)
-        return self._staged(answer)
+        return self._follow_answer(answer)
 
     def follow(self, token: str) -> StagedJob:
         """A job that was staged earlier, perhaps through another connection.
@@ -208,7 +208,7 @@ class Sidecar:
             NotFoundError: The daemon does not know the job.
         """
         answer, _ = self.call(lambda id: m.Follow(id, token))
-        return self._staged(answer)
+        return self._follow_answer(answer)
 
     def recall(self, source: str, key: str, timeout: float) -> bool:
         """Fetch the buddy's copy of an object into the node's local tier; returns whether it is there now.
@@ -266,7 +266,7 @@ class Sidecar:
                 self._slots[id] = slot
             try:
                 if receives_itself:
-                    self._mute(0)
+                    self._set_wake_events(0)
                 self._send(build(id), descriptors, timeout)
                 self._wait(slot, timeout)
             finally:
@@ -275,7 +275,7 @@ class Sidecar:
                         self._slots.pop(id, None)
         finally:
             if receives_itself:
-                self._mute(select.EPOLLIN)  # the background thread continues, also for other requests
+                self._set_wake_events(select.EPOLLIN)  # the background thread continues, also for other requests
                 self._receiving.release()
         answer = slot.answer
         if isinstance(answer, _GOOD):
@@ -292,7 +292,7 @@ class Sidecar:
         self._raise_if_broken()
         self._send(message, (), ANSWER_SECONDS)
 
-    def _staged(self, answer: Answer) -> StagedJob:
+    def _follow_answer(self, answer: Answer) -> StagedJob:
         if not isinstance(answer, m.Staged):
             raise _unexpected_answer()
         return self._jobs.follow(answer.token)
@@ -326,17 +326,17 @@ class Sidecar:
         polls_until = min(until, began + self.spin.seconds) if polls else began
         try:
             while not slot.done and self._broken is None and time.monotonic() < polls_until:
-                self._take(wait=False)
-            while not slot.done and self._broken is None and (left := until - time.monotonic()) > 0:
-                if left >= TICK_SECONDS or self._poll.poll(left * 1000):
-                    self._take(wait=left >= TICK_SECONDS)
+                self._receive_once(wait=False)
+            while not slot.done and self._broken is None and (remaining := until - time.monotonic()) > 0:
+                if remaining >= TICK_SECONDS or self._poll.poll(remaining * 1000):
+                    self._receive_once(wait=remaining >= TICK_SECONDS)
             self.spin.waited(time.monotonic() - began if slot.done else math.inf, polled=polls)
         except HeadraceError as error:
             self._break(error.message)
         except (OSError, ValueError) as error:
             self._break(str(error))
 
-    def _mute(self, events: int) -> None:
+    def _set_wake_events(self, events: int) -> None:
         """Set the events that wake the background thread: 0 while another thread receives.
 
         The end of the connection always wakes it.
@@ -346,7 +346,7 @@ class Sidecar:
         except (OSError, ValueError):  # the connection is closed
             pass
 
-    def _take(self, *, wait: bool) -> None:
+    def _receive_once(self, *, wait: bool) -> None:
         """Receive once; with `wait`, wait up to one tick for data. The caller holds `_receiving`."""
         try:
             data, descriptors = wire.receive(self._sock, wait=wait)
@@ -364,7 +364,7 @@ class Sidecar:
             while not self.broken:
                 if self._events.poll(TICK_SECONDS):
                     with self._receiving:
-                        self._take(wait=False)  # a requesting thread may have taken the data
+                        self._receive_once(wait=False)  # a requesting thread may have taken the data
                 if time.monotonic() >= tick:
                     tick = time.monotonic() + TICK_SECONDS
                     self._check_liveness()

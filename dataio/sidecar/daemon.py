@@ -118,20 +118,20 @@ class Daemon:
     def _build_cache(self) -> None:
         files = _raise_descriptor_limit() // 5
         self._cache = CacheDirectories.claim(self._config.tiers, self._config.keep_cache)
-        first, *slower = self._cache.places(self._config.cache_bytes)
+        fastest, *slower = self._cache.places(self._config.cache_bytes)
         self._engine = Engine(
-            first.path,
-            first.budget,
+            fastest.path,
+            fastest.budget,
             threads=self._config.fetch_threads,
             max_files=max(16, min(MAX_UNNAMED_FILES, files)),
             max_kept_files=MAX_KEPT_FILES,
             descriptors=max(16, min(MAX_CACHE_DESCRIPTORS, files)),
-            keep=first.keep,
+            keep=fastest.keep,
             slower=slower,
             buffers=max(2, self._config.fetch_memory // limits.CACHE_BLOCK_BYTES),
         )
         self._engine.limit(self._config.job_limits)
-        self._media = {str(place.path): storage_kind(place.path) for place in (first, *slower)}
+        self._media = {str(place.path): storage_kind(place.path) for place in (fastest, *slower)}
         self._stores = StoreCache(self._opener, closing=self._engine.forget, busy=self._engine.fetches_from)
 
     def _build_jobs(self) -> None:
@@ -201,16 +201,17 @@ class Daemon:
         _log.info("draining: %s to finish", limits.counted(self._jobs.busy, "staged checkpoint"))
         while self._jobs.busy and self._loop.time() < until:
             await asyncio.sleep(0.05)
-        if left := self._jobs.busy:
+        if unfinished := self._jobs.busy:
             _log.error(
-                "stopping with %d staged checkpoints unfinished; running workers continue without the daemon", left
+                "stopping with %d staged checkpoints unfinished; running workers continue without the daemon",
+                unfinished,
             )
         self._clients.close()
         self._tasks.cancel()
         self._http.close()
         self._jobs.close()
         self._engine.close()
-        return not left
+        return not unfinished
 
     # state
 
@@ -272,10 +273,10 @@ def _listen(path: Path) -> socket.socket:
 def _raise_descriptor_limit() -> int:
     """Raise the soft limit of open descriptors to the hard limit; returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = hard if hard != resource.RLIM_INFINITY else 1 << 20
-    if soft < wanted:
+    target = hard if hard != resource.RLIM_INFINITY else 1 << 20
+    if soft < target:
         with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -304,16 +305,16 @@ class Ticker:
         later: Callable[[float, Callable[[], None]], object],
     ) -> None:
         self._seconds, self._record, self._busy, self._later = seconds, record, busy, later
-        self._due = False
+        self._scheduled = False
 
     def wake(self) -> None:
         """The state may change from now on: record a point now, and further ones every `seconds`."""
-        if not self._due:
-            self._due = True
+        if not self._scheduled:
+            self._scheduled = True
             self._record()
-            self._later(self._seconds, self._beat)
+            self._later(self._seconds, self._tick)
 
-    def _beat(self) -> None:
-        self._due = self._record() or self._busy()
-        if self._due:
-            self._later(self._seconds, self._beat)
+    def _tick(self) -> None:
+        self._scheduled = self._record() or self._busy()
+        if self._scheduled:
+            self._later(self._seconds, self._tick)

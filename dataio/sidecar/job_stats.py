@@ -1,22 +1,18 @@
-"""Statistics of the node's training jobs and of its staged checkpoints. Sans-I/O.
+"""Statistics of the node's training jobs. Sans-I/O.
 
 Purpose: goodput, data wait and save stall of each job over the last minute, and over the last ten minutes for the
-charts; and the progress of every staged checkpoint.
+charts.
 Invariants: totals only grow, even if reports are lost, repeated or reordered. A process counts once, however many
 loaders and checkpointers it has. Jobs, processes, sources (loaders and checkpointers) and history are bounded
-(docs/design/0003). At most `KEPT` ended saves are remembered; a save in flight is remembered until it ends.
+(docs/design/0003).
 Failure behaviour: above the bound, a further job takes the place of the one that ended first. While no job has ended, it
 is counted as "other". A further process or source is not counted.
-If the result of a save names no run or no step, the save counts, but no step is recorded as committed.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 from headrace.dataio.sidecar import protocol as m
@@ -92,16 +88,16 @@ class _Process:
     def totals(self) -> Totals:
         loaders = [s for s in self.sources.values() if s.report.wall > 0]
         wall = max((s.last_report for s in loaders), default=0.0) - min((s.began for s in loaders), default=0.0)
-        own = [s.report for s in self.sources.values()]
+        reports = [s.report for s in self.sources.values()]
         return Totals(
             wall,
-            sum(r.wait for r in own),
-            sum(r.stall for r in own),
-            sum(r.steps for r in own),
-            sum(r.samples for r in own),
-            sum(r.read for r in own),
+            sum(r.wait for r in reports),
+            sum(r.stall for r in reports),
+            sum(r.steps for r in reports),
+            sum(r.samples for r in reports),
+            sum(r.read for r in reports),
             self.waited,
-            sum(r.saves for r in own),
+            sum(r.saves for r in reports),
         )
 
 
@@ -120,7 +116,7 @@ class JobStats:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._processes: dict[int, _Process] = {}
-        self._early: OrderedDict[int, int] = OrderedDict()
+        self._early_bytes: OrderedDict[int, int] = OrderedDict()
         self._departed: OrderedDict[int, _Process] = OrderedDict()
         self._jobs: dict[str, _Job] = {}
 
@@ -128,47 +124,47 @@ class JobStats:
 
     def report(self, connection: int, process: int, report: m.Report) -> None:
         """A report of `process` arrived on this connection."""
-        found = self._processes.get(process) or self._new(process, report)
-        if found is None:
+        known_process = self._processes.get(process) or self._add_process(process, report)
+        if known_process is None:
             return
-        found.connections.add(connection)
+        known_process.connections.add(connection)
         if report.run:
-            self._rename(found, plain(report.run))
-        self._keep(found, report)
+            self._rename(known_process, plain(report.run))
+        self._keep_report(known_process, report)
         if report.step is not None:
-            self.commit(found.job, report.step, report.committed)
-        self._job(found.job).seen = self._clock()
+            self.commit(known_process.job, report.step, report.committed)
+        self._job(known_process.job).seen = self._clock()
 
     def waited(self, process: int, size: int) -> None:
         """`process` requested `size` bytes that were not in the cache yet."""
         if process in self._processes:
             self._processes[process].waited += size
         else:  # it has not reported yet
-            self._early[process] = self._early.get(process, 0) + size
-            if len(self._early) > PROCESSES:
-                self._early.popitem(last=False)
+            self._early_bytes[process] = self._early_bytes.get(process, 0) + size
+            if len(self._early_bytes) > PROCESSES:
+                self._early_bytes.popitem(last=False)
 
     def job_of(self, process: int) -> str | None:
         """The job of a process, once it has reported."""
-        found = self._processes.get(process)
-        return found.job if found else None
+        known_process = self._processes.get(process)
+        return known_process.job if known_process else None
 
     def commit(self, run: str, step: int, committed: float) -> None:
         """A step of `run` was committed at the Unix time `committed`."""
-        job = self._job(self._name(plain(run)))
+        job = self._job(self._admit_name(plain(run)))
         job.seen = self._clock()
         if committed > job.committed:
             job.step, job.committed = step, committed
 
     def ended(self, connection: int, process: int) -> None:
         """The connection has ended. After its last one, a process only counts in its job's totals."""
-        found = self._processes.get(process)
-        if found is None:
+        known_process = self._processes.get(process)
+        if known_process is None:
             return
-        found.connections.discard(connection)
-        if not found.connections:
+        known_process.connections.discard(connection)
+        if not known_process.connections:
             self._departed[process] = self._processes.pop(process)
-            self._job(found.job).ended += found.totals()
+            self._job(known_process.job).ended += known_process.totals()
             if len(self._departed) > DEPARTED:
                 self._departed.popitem(last=False)
 
@@ -186,19 +182,22 @@ class JobStats:
                 del self._jobs[name]
                 continue
             if job.points:
-                last, before = job.points[-1]
-                if before == sums[name]:
-                    sums[name] = before  # one object for all points of an idle job
-                job.points.extend((then, before) for then in slept(last, now) if before == sums[name])
+                last_time, last_totals = job.points[-1]
+                if last_totals == sums[name]:
+                    sums[name] = last_totals  # one object for all points of an idle job
+                job.points.extend(
+                    (missing_time, last_totals) for missing_time in slept(last_time, now) if last_totals == sums[name]
+                )
             job.points.append((now, sums[name]))
 
     # queries
 
     def jobs(self, now: float) -> list[dict[str, object]]:
         """The status page's figures of each job; `now` is Unix time."""
-        sums, own = self._sums(), self._by_job()
+        sums, processes = self._sums(), self._by_job()
         return [
-            self._describe(name, job, own.get(name, ()), sums[name], now) for name, job in sorted(self._jobs.items())
+            self._describe(name, job, processes.get(name, ()), sums[name], now)
+            for name, job in sorted(self._jobs.items())
         ]
 
     def totals(self) -> dict[str, Totals]:
@@ -211,8 +210,8 @@ class JobStats:
 
     def history(self) -> dict[str, list[dict[str, object]]]:
         """The chart points of each job, oldest first: `age` in seconds, and the rates of the ten seconds before."""
-        now, own = self._clock(), self._by_job()
-        largest = sorted(self._jobs, key=lambda name: (-len(own.get(name, ())), name))[:CHARTS]
+        now, processes = self._clock(), self._by_job()
+        largest = sorted(self._jobs, key=lambda name: (-len(processes.get(name, ())), name))[:CHARTS]
         return {name: list(_points(list(self._jobs[name].points), now)) for name in sorted(largest)}
 
     @property
@@ -224,18 +223,20 @@ class JobStats:
 
     def _by_job(self) -> dict[str, list[_Process]]:
         """The connected processes of each job."""
-        found: dict[str, list[_Process]] = {}
+        processes: dict[str, list[_Process]] = {}
         for process in self._processes.values():
-            found.setdefault(process.job, []).append(process)
-        return found
+            processes.setdefault(process.job, []).append(process)
+        return processes
 
-    def _describe(self, name: str, job: _Job, own: Sequence[_Process], total: Totals, now: float) -> dict[str, object]:
-        idle = [s.report.idle for p in own for s in p.sources.values() if s.report.wall > 0]
-        past = job.points[-min(len(job.points), WINDOW_POINTS)] if job.points else (self._clock(), total)
+    def _describe(
+        self, name: str, job: _Job, processes: Sequence[_Process], total: Totals, now: float
+    ) -> dict[str, object]:
+        idle = [s.report.idle for p in processes for s in p.sources.values() if s.report.wall > 0]
+        window_start = job.points[-min(len(job.points), WINDOW_POINTS)] if job.points else (self._clock(), total)
         return {
             "job": name,
-            "trainers": len(own),
-            **rates(total - past[1], self._clock() - past[0]),
+            "trainers": len(processes),
+            **rates(total - window_start[1], self._clock() - window_start[0]),
             "goodput_since_start": _rounded(total.goodput),
             "idle_seconds": round(min(idle), 1) if idle else None,
             "steps": total.steps,
@@ -251,70 +252,73 @@ class JobStats:
             sums[process.job] = sums.get(process.job, Totals()) + process.totals()
         return sums
 
-    def _keep(self, process: _Process, report: m.Report) -> None:
-        now, known = self._clock(), process.sources.get(report.source)
-        if known is not None:
-            known.report, known.last_report = _newer(known.report, report), now if report.wall else known.last_report
+    def _keep_report(self, process: _Process, report: m.Report) -> None:
+        now, source = self._clock(), process.sources.get(report.source)
+        if source is not None:
+            source.report, source.last_report = (
+                _newer(source.report, report),
+                now if report.wall else source.last_report,
+            )
         elif len(process.sources) < SOURCES:
             process.sources[report.source] = _Source(report, now - report.wall, now)
 
-    def _new(self, process: int, report: m.Report) -> _Process | None:
+    def _add_process(self, process: int, report: m.Report) -> _Process | None:
         if len(self._processes) >= PROCESSES:
             return None
-        old_job = self._departed.pop(process, None)
-        if old_job is not None and report.source in old_job.sources:  # it reconnected
-            job = self._job(old_job.job)
-            job.ended -= old_job.totals()
-            found = old_job
+        departed = self._departed.pop(process, None)
+        if departed is not None and report.source in departed.sources:  # it reconnected
+            job = self._job(departed.job)
+            job.ended -= departed.totals()
+            added = departed
         else:
-            found = _Process(self._name(plain(report.run or report.group)))
-        found.waited += self._early.pop(process, 0)
-        self._processes[process] = found
-        return found
+            added = _Process(self._admit_name(plain(report.run or report.group)))
+        added.waited += self._early_bytes.pop(process, 0)
+        self._processes[process] = added
+        return added
 
     def _rename(self, process: _Process, run: str) -> None:
         """Give the process's job the name of its run, which replaces that of its process group.
 
         The run gets the group's history if no other process is in the group.
         """
-        old, new = process.job, self._name(run)
-        if old == new:
+        old_name, new_name = process.job, self._admit_name(run)
+        if old_name == new_name:
             return
-        process.job = new
-        others = any(p.job == old for p in self._processes.values())
-        old_job = self._jobs.get(old)
-        if old_job is not None and not others and old_job.ended == Totals() and old != OTHER:
-            renamed = self._job(new)
+        process.job = new_name
+        shared = any(p.job == old_name for p in self._processes.values())
+        old_job = self._jobs.get(old_name)
+        if old_job is not None and not shared and old_job.ended == Totals() and old_name != OTHER:
+            renamed = self._job(new_name)
             if not renamed.points:
                 renamed.points = old_job.points
-            del self._jobs[old]
+            del self._jobs[old_name]
 
-    def _name(self, name: str) -> str:
+    def _admit_name(self, name: str) -> str:
         if name not in self._jobs and len(self._jobs) >= JOBS:
             busy = {process.job for process in self._processes.values()}
-            ended = [old for old in self._jobs if old not in busy and old != OTHER]
-            if not ended:
+            removable = [candidate for candidate in self._jobs if candidate not in busy and candidate != OTHER]
+            if not removable:
                 return OTHER
-            del self._jobs[min(ended, key=lambda old: self._jobs[old].seen)]
+            del self._jobs[min(removable, key=lambda candidate: self._jobs[candidate].seen)]
         return name
 
     def _job(self, name: str) -> _Job:
         return self._jobs.setdefault(name, _Job(seen=self._clock()))
 
 
-def rates(done: Totals, seconds: float) -> dict[str, float | None]:
+def rates(totals: Totals, seconds: float) -> dict[str, float | None]:
     """Rates over `seconds`; None for a rate that is undefined."""
-    late = min(done.waited, done.read)
+    from_store = min(totals.waited, totals.read)
     return {
-        "goodput": _rounded(done.goodput),
-        "samples_per_second": _rounded(done.samples / seconds) if seconds > 0 else None,
-        "steps_per_second": _rounded(done.steps / seconds) if seconds > 0 else None,
-        "cache_bytes_per_second": round((done.read - late) / seconds) if seconds > 0 else None,
-        "store_bytes_per_second": round(late / seconds) if seconds > 0 else None,
-        "hit_ratio": _rounded(1 - late / done.read) if done.read else None,
-        "wait_ms_per_step": _rounded(1000 * done.wait / done.steps) if done.steps else None,
-        "stall_ms_per_step": _rounded(1000 * done.stall / done.steps) if done.steps else None,
-        "compute_ms_per_step": _rounded(1000 * done.compute / done.steps) if done.steps else None,
+        "goodput": _rounded(totals.goodput),
+        "samples_per_second": _rounded(totals.samples / seconds) if seconds > 0 else None,
+        "steps_per_second": _rounded(totals.steps / seconds) if seconds > 0 else None,
+        "cache_bytes_per_second": round((totals.read - from_store) / seconds) if seconds > 0 else None,
+        "store_bytes_per_second": round(from_store / seconds) if seconds > 0 else None,
+        "hit_ratio": _rounded(1 - from_store / totals.read) if totals.read else None,
+        "wait_ms_per_step": _rounded(1000 * totals.wait / totals.steps) if totals.steps else None,
+        "stall_ms_per_step": _rounded(1000 * totals.stall / totals.steps) if totals.steps else None,
+        "compute_ms_per_step": _rounded(1000 * totals.compute / totals.steps) if totals.steps else None,
     }
 
 
@@ -330,9 +334,9 @@ def plain(name: str) -> str:
 
 
 def _points(points: list[tuple[float, Totals]], now: float) -> Iterable[dict[str, object]]:
-    for i, (when, total) in enumerate(points[1:], 1):
-        begun, before = points[max(0, i - SMOOTH_POINTS)]
-        yield {"age": round(now - when, 1), **rates(total - before, when - begun)}
+    for i, (at, total) in enumerate(points[1:], 1):
+        window_start, earlier = points[max(0, i - SMOOTH_POINTS)]
+        yield {"age": round(now - at, 1), **rates(total - earlier, at - window_start)}
 
 
 def _newer(old: m.Report, new: m.Report) -> m.Report:
@@ -342,102 +346,3 @@ def _newer(old: m.Report, new: m.Report) -> m.Report:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
-
-
-KEPT = 16
-LISTED = 32
-
-
-@dataclass(slots=True)
-class _Save:
-    about: str
-    accepted: float
-    done: int = 0
-    total: int = 0
-    released: bool = False
-    ended: float | None = None
-    error: str | None = None
-    phase: Callable[[], str] = lambda: "running"
-    trouble: Callable[[], str] = lambda: ""
-
-
-class SaveStats:
-    """The staged checkpoints. Calls `committed(run, step, when)` for every step that a job has committed."""
-
-    def __init__(self, committed: Callable[[str, int, float], None], clock: Callable[[], float] = time.time) -> None:
-        self._committed, self._clock = committed, clock
-        self._saves: OrderedDict[str, _Save] = OrderedDict()
-        self.outcomes = {"committed": 0, "failed": 0}
-        self.room: Callable[[], Mapping[str, float]] = dict
-        """Returns the counts of the job service (`JobService.room`)."""
-
-    def listener(
-        self,
-        token: str,
-        about: str,
-        phase: Callable[[], str] = lambda: "running",
-        trouble: Callable[[], str] = lambda: "",
-    ) -> Callable[[m.JobEvent], None]:
-        """Add a save; returns the listener for its events.
-
-        `phase` returns its job's state. `trouble` returns why the job is retried, or an empty string.
-        """
-        name = "".join(c for c in about if c.isprintable())
-        self._saves[token] = save = _Save(name, self._clock(), phase=phase, trouble=trouble)
-        return lambda event: self._on_event(save, event)
-
-    def listed(self) -> list[dict[str, object]]:
-        """The saves in flight, then those that ended; both newest first, at most `LISTED`."""
-        for token in [token for token, save in self._saves.items() if save.ended is None and save.phase() == "gone"]:
-            del self._saves[token]
-        order = sorted(self._saves.values(), key=lambda save: (save.ended is not None, -save.accepted))
-        return [self._describe(save) for save in order[:LISTED]]
-
-    def _on_event(self, save: _Save, event: m.JobEvent) -> None:
-        match event:
-            case m.Progress(_, done, total):
-                save.done, save.total = done, total
-            case m.Released():
-                save.released = True
-            case m.JobFailed(_, _, message):
-                save.error = message[:300]
-                self._end(save, "failed")
-            case m.Done(_, result):
-                self._end(save, "committed")
-                self._report_commit(result)
-
-    def _end(self, save: _Save, outcome: str) -> None:
-        save.ended = self._clock()
-        self.outcomes[outcome] += 1
-        ended = [token for token, other in self._saves.items() if other.ended is not None]
-        for token in ended[:-KEPT]:
-            del self._saves[token]
-
-    def _report_commit(self, result: str) -> None:
-        fields = json.loads(result)
-        run, step, when = fields.get("run"), fields.get("step"), fields.get("committed")
-        good = isinstance(run, str) and isinstance(step, int) and isinstance(when, int | float)
-        if good and step >= 0 and math.isfinite(when):
-            self._committed(run, step, when)
-
-    def _describe(self, save: _Save) -> dict[str, object]:
-        until = save.ended if save.ended is not None else self._clock()
-        return {
-            "about": save.about or "a checkpoint",
-            "state": _state(save),
-            "done": save.done,
-            "total": save.total,
-            "seconds": round(until - save.accepted, 1),
-            "age_seconds": round(self._clock() - until, 1),
-            "error": save.error or (save.trouble()[:300] if save.ended is None else "") or None,
-        }
-
-
-def _state(save: _Save) -> str:
-    if save.ended is not None:
-        return "failed" if save.error else "committed"
-    if (phase := save.phase()) in ("waiting", "lost", "retrying"):
-        return phase
-    if phase in ("taken", "queued"):
-        return "queued"
-    return "committing" if save.released else "sending"

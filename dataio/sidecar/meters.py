@@ -50,26 +50,26 @@ class LoaderMeter:
         self._source, self._group = random.getrandbits(62), group_name()
         self._lock = threading.Lock()
         self._began: float | None = None
-        self._asked: float | None = None
-        self._last = 0.0
+        self._waiting_since: float | None = None
+        self._last_step = 0.0
         self._wait = 0.0
         self._steps = self._samples = self._read = 0
 
     def asked(self) -> None:
         """The trainer begins to wait for a batch."""
         with self._lock:
-            self._asked = self._clock.monotonic()
+            self._waiting_since = self._clock.monotonic()
             if self._began is None:
-                self._began = self._last = self._asked
+                self._began = self._last_step = self._waiting_since
 
     def got(self, samples: int, *, steps: int = 1) -> float:
         """The trainer continues with `samples` samples, or with `steps=0` after an error; returns the wait."""
         with self._lock:
             now = self._clock.monotonic()
-            waited = now - self._asked if self._asked is not None else 0.0
-            self._asked, self._wait = None, self._wait + waited
+            waited = now - self._waiting_since if self._waiting_since is not None else 0.0
+            self._waiting_since, self._wait = None, self._wait + waited
             if steps:
-                self._last, self._steps, self._samples = now, self._steps + steps, self._samples + samples
+                self._last_step, self._steps, self._samples = now, self._steps + steps, self._samples + samples
             return waited
 
     def read(self, size: int) -> None:
@@ -85,13 +85,13 @@ class LoaderMeter:
             if self._began is None:
                 return None
             now = self._clock.monotonic()
-            waiting = now - self._asked if self._asked is not None else 0.0
+            waiting = now - self._waiting_since if self._waiting_since is not None else 0.0
             return m.Report(
                 self._source,
                 self._group,
                 wall=now - self._began,
                 wait=self._wait + waiting,
-                idle=now - self._last,
+                idle=now - self._last_step,
                 steps=self._steps,
                 samples=self._samples,
                 read=self._read,

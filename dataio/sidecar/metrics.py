@@ -15,7 +15,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from headrace.dataio.sidecar.job_stats import JobStats, SaveStats, Totals
+from headrace.dataio.sidecar.job_stats import JobStats, Totals
+from headrace.dataio.sidecar.save_stats import SaveStats
 
 _COUNTERS: tuple[tuple[str, str, Callable[[Totals], float]], ...] = (
     ("wall_seconds", "Seconds since the trainers of a job requested their first batch", lambda t: t.wall),
@@ -84,9 +85,9 @@ class JobMetrics(Collector):
             labels=["job", "source"],
         )
         for job, total in totals.items():
-            late = min(total.waited, total.read)
-            read.add_metric([job, "cache"], total.read - late)
-            read.add_metric([job, "store"], late)
+            from_store = min(total.waited, total.read)
+            read.add_metric([job, "cache"], total.read - from_store)
+            read.add_metric([job, "store"], from_store)
         yield read
 
     def _of_progress(self) -> Iterable[Metric]:
@@ -114,8 +115,8 @@ class JobMetrics(Collector):
         for outcome, number in self._saves.outcomes.items():
             ended.add_metric([outcome], number)
         yield ended
-        flying = sum(save["state"] not in ("committed", "failed") for save in self._saves.listed())
-        yield GaugeMetricFamily("headrace_staged_saves_in_flight", "Staged checkpoints that have not ended", flying)
+        in_flight = sum(save["state"] not in ("committed", "failed") for save in self._saves.listed())
+        yield GaugeMetricFamily("headrace_staged_saves_in_flight", "Staged checkpoints that have not ended", in_flight)
         room = self._saves.room()
         for name, help_line in _ROOM:
             if name in room:

@@ -66,17 +66,17 @@ class _Hold:
         self._connection.closed_files.append(self._file)
 
 
-class _Known:
+class _CachedFile:
     """A mapped file of the daemon, and its present runs.
 
     `used`: it was read since it was last considered for eviction. `first` and `end` are its only run, if it has just one.
     """
 
-    __slots__ = ("end", "file", "first", "mapped", "present", "used", "whole")
+    __slots__ = ("data", "end", "file", "first", "mapped", "present", "used")
 
     def __init__(self, file: int, mapped: MappedFile | None, present: Sequence[tuple[int, int]]) -> None:
         self.file, self.mapped, self.present, self.used = file, mapped, present, True
-        self.whole = memoryview(mapped) if mapped is not None else memoryview(b"")
+        self.data = memoryview(mapped) if mapped is not None else memoryview(b"")
         self.first, self.end = present[0] if len(present) == 1 else (0, 0)
 
     def views(self, ranges: Ranges) -> list[memoryview] | None:
@@ -84,15 +84,15 @@ class _Known:
 
         Every read calls this, so the most common case, a single run, is checked first.
         """
-        whole, first, end, found = self.whole, self.first, self.end, list[memoryview]()
+        data, first, end, parts = self.data, self.first, self.end, list[memoryview]()
         for offset, length in ranges:
             if offset < first or offset + length > end:
                 return self.cut(ranges) if covered(self.present, ranges) else None
-            found.append(whole[offset : offset + length])
-        return found
+            parts.append(data[offset : offset + length])
+        return parts
 
     def cut(self, ranges: Ranges) -> list[memoryview]:
-        return [self.whole[offset : offset + length] for offset, length in ranges]
+        return [self.data[offset : offset + length] for offset, length in ranges]
 
 
 class _Tally:
@@ -140,31 +140,31 @@ class SidecarReader:
         self._lock = threading.Lock()
         self._connection: Sidecar | None = None
         self._next_try = clock.monotonic()
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._cached_files: OrderedDict[str, _CachedFile] = OrderedDict()
         self._dropped: deque[int] = deque(maxlen=256)  # files that the daemon dropped recently
         self._fallback_reader: ShardReader | None = None
         self._announced_on: Sidecar | None = None  # the connection that received the last announcement
         self._announced: list[tuple[str, int, int]] = []  # the list that was sent last
         self._announcing = threading.Lock()
         self._closed = False
-        self._connected()
+        self._get_connection()
 
     def read(self, key: str, ranges: Ranges) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
-        connection = self._connected()
+        connection = self._get_connection()
         if connection is not None:
-            known = self._known.get(key)
-            found = known.views(ranges) if known is not None else None
-            if known is not None and found is not None:
-                known.used = True
-                connection.touched_files.add(known.file)
+            cached_file = self._cached_files.get(key)
+            data = cached_file.views(ranges) if cached_file is not None else None
+            if cached_file is not None and data is not None:
+                cached_file.used = True
+                connection.touched_files.add(cached_file.file)
                 self._tally.read(size := sum([length for _, length in ranges]), size)
-                return found
+                return data
             try:
-                found = self._ask(connection, key, ranges, known)
-                if found is not None:
+                data = self._ask(connection, key, ranges, cached_file)
+                if data is not None:
                     self._tally.read(sum([length for _, length in ranges]), 0)
-                    return found
+                    return data
                 # no room in the daemon's cache: read exactly these bytes
                 return stream(self._store, key, ranges)
             except (HeadraceError, OSError) as error:
@@ -183,15 +183,15 @@ class SidecarReader:
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
         """Make the daemon prefetch the ranges that will be read next."""
-        connection = self._connected()
+        connection = self._get_connection()
         if connection is None:
             self._fallback().announce(upcoming)
             return
-        if self._announced_on is connection and (self._mostly_announced(upcoming) or self._all_known(upcoming)):
+        if self._announced_on is connection and (self._mostly_announced(upcoming) or self._all_present(upcoming)):
             return  # little or nothing is left to prefetch, as in most of a later epoch
         with self._announcing:  # each announcement continues the one before
             try:
-                connection.send(self._announcement(connection, upcoming))
+                connection.send(self._build_announcement(connection, upcoming))
             except HeadraceError as error:
                 self._announced_on = None
                 _log.debug("not announced: %s", error)
@@ -201,24 +201,24 @@ class SidecarReader:
         with self._lock:
             self._closed = True
             connection, self._connection = self._connection, None
-            private, self._fallback_reader = self._fallback_reader, None
-            known, self._known = self._known, OrderedDict()
-        del known
+            fallback, self._fallback_reader = self._fallback_reader, None
+            cached_files, self._cached_files = self._cached_files, OrderedDict()
+        del cached_files
         if connection is not None:
             connection.close()
-        if private is not None:
-            private.close()
+        if fallback is not None:
+            fallback.close()
         self._tally.send()
 
     # through the daemon
 
-    def _all_known(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
+    def _all_present(self, upcoming: Sequence[tuple[str, int, int]]) -> bool:
         """Whether all ranges are known to be present. Checks from the end, where missing ranges are most likely."""
         name, first, end = "", 0, -1
         for key, offset, length in reversed(upcoming):
             if key != name:
-                known = self._known.get(key)
-                name, first, end = key, *((known.first, known.end) if known is not None else (0, -1))
+                cached_file = self._cached_files.get(key)
+                name, first, end = key, *((cached_file.first, cached_file.end) if cached_file is not None else (0, -1))
             if offset < first or offset + length > end:
                 return False
         return True
@@ -231,27 +231,31 @@ class SidecarReader:
         few = len(upcoming) // NEW_SHARE
         return few > 0 and bool(self._announced) and self._announced[-1] in upcoming[-few:]
 
-    def _announcement(self, connection: Sidecar, upcoming: Sequence[tuple[str, int, int]]) -> m.Announce:
+    def _build_announcement(self, connection: Sidecar, upcoming: Sequence[tuple[str, int, int]]) -> m.Announce:
         """The message for this list. It has only the new part if the daemon knows the rest."""
-        last = self._announced if self._announced_on is connection and connection.incremental else []
+        last_list = self._announced if self._announced_on is connection and connection.incremental else []
         self._announced_on = connection
-        removed = dropped_count(last, list(upcoming))
-        removed = len(last) if removed is None else removed
-        known = len(last) - removed
-        more = _fitting(upcoming[known : m.RANGES])
-        self._announced = [*last[removed:], *more]
-        return m.Announce(self._where, more, context(), removed if known else None)
+        num_dropped = dropped_count(last_list, list(upcoming))
+        num_dropped = len(last_list) if num_dropped is None else num_dropped
+        num_known = len(last_list) - num_dropped
+        new_part = _longest_fitting(upcoming[num_known : m.RANGES])
+        self._announced = [*last_list[num_dropped:], *new_part]
+        return m.Announce(self._where, new_part, context(), num_dropped if num_known else None)
 
-    def _ask(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> list[memoryview] | None:
+    def _ask(
+        self, connection: Sidecar, key: str, ranges: Ranges, cached_file: _CachedFile | None
+    ) -> list[memoryview] | None:
         with span("sidecar.open", key=key):
-            known = self._open(connection, key, ranges, known)
-        return known.cut(ranges) if known is not None else None
+            cached_file = self._open(connection, key, ranges, cached_file)
+        return cached_file.cut(ranges) if cached_file is not None else None
 
-    def _open(self, connection: Sidecar, key: str, ranges: Ranges, known: _Known | None) -> _Known | None:
+    def _open(
+        self, connection: Sidecar, key: str, ranges: Ranges, cached_file: _CachedFile | None
+    ) -> _CachedFile | None:
         """Ask the daemon for ranges, in as many messages as they need; None when its cache has no room."""
-        for first in range(0, max(1, len(ranges)), m.RANGES):
-            part = list(ranges[first : first + m.RANGES])
-            have = known.file if known else 0
+        for start in range(0, max(1, len(ranges)), m.RANGES):
+            part = list(ranges[start : start + m.RANGES])
+            have = cached_file.file if cached_file else 0
             message = m.Open(0, self._where, key, part, OPEN_SECONDS, have, context())
             answer, descriptors = connection.call(
                 lambda id, message=message: _with_id(message, id),  # type: ignore[misc]  # the default binds it now
@@ -260,68 +264,78 @@ class SidecarReader:
             try:
                 if not isinstance(answer, m.Opened):
                     return None
-                before = known
-                known = self._learn(connection, key, answer, descriptors, known)
-                if first and before and known.file != before.file:
+                previous = cached_file
+                cached_file = self._remember_file(connection, key, answer, descriptors, cached_file)
+                if start and previous and cached_file.file != previous.file:
                     return None  # evicted between two messages: the earlier ranges are not in this file
             finally:
                 close_all(descriptors)
-        return known
+        return cached_file
 
-    def _learn(
-        self, connection: Sidecar, key: str, answer: m.Opened, descriptors: tuple[int, ...], known: _Known | None
-    ) -> _Known:
-        if not descriptors and known is not None and known.file == answer.file:
-            mapped = known.mapped
+    def _remember_file(
+        self,
+        connection: Sidecar,
+        key: str,
+        answer: m.Opened,
+        descriptors: tuple[int, ...],
+        cached_file: _CachedFile | None,
+    ) -> _CachedFile:
+        if not descriptors and cached_file is not None and cached_file.file == answer.file:
+            mapped = cached_file.mapped
         else:
             hold = _Hold(connection, answer.file)
             mapped = map_file(descriptors[0], answer.size, hold) if answer.size else None
-        learnt = _Known(answer.file, mapped, answer.present)
+        updated = _CachedFile(answer.file, mapped, answer.present)
         if answer.also:
-            self._learn_more(connection, answer.also)
+            self._update_runs(connection, answer.also)
         if answer.once:
-            return learnt
+            return updated
         with self._lock:
-            removed = self._known.get(key)
+            removed = self._cached_files.get(key)
             if self._connection is connection and answer.file not in self._dropped:
-                self._known[key] = learnt
-                self._known.move_to_end(key)
-            oldest = self._evicted() if len(self._known) > MAPPED_FILES else None
+                self._cached_files[key] = updated
+                self._cached_files.move_to_end(key)
+            oldest = self._evict_oldest() if len(self._cached_files) > MAPPED_FILES else None
         del removed, oldest  # their holds are released outside the lock
-        return learnt
+        return updated
 
-    def _learn_more(self, connection: Sidecar, also: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> None:
+    def _update_runs(self, connection: Sidecar, also: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> None:
         """Update the present runs of files that are mapped here."""
         grown = dict(also)
         with self._lock:
             if self._connection is not connection:
                 return
-            for key, known in list(self._known.items()):
-                if known.file in grown:
-                    self._known[key] = more = _Known(known.file, known.mapped, grown[known.file])
-                    more.used = known.used
+            for key, cached_file in list(self._cached_files.items()):
+                if cached_file.file in grown:
+                    self._cached_files[key] = updated = _CachedFile(
+                        cached_file.file, cached_file.mapped, grown[cached_file.file]
+                    )
+                    updated.used = cached_file.used
 
-    def _evicted(self) -> _Known:
+    def _evict_oldest(self) -> _CachedFile:
         """Remove and return the oldest entry that was not used since it was last considered (the clock algorithm).
 
         So reads need not reorder the entries.
         """
         while True:
-            key, known = self._known.popitem(last=False)
-            if not known.used:
-                return known
-            known.used = False
-            self._known[key] = known
+            key, cached_file = self._cached_files.popitem(last=False)
+            if not cached_file.used:
+                return cached_file
+            cached_file.used = False
+            self._cached_files[key] = cached_file
 
     def _forget(self, file: int) -> None:
         with self._lock:
             self._dropped.append(file)
-            removed = [self._known.pop(key) for key in [k for k, known in self._known.items() if known.file == file]]
+            removed = [
+                self._cached_files.pop(key)
+                for key in [k for k, cached_file in self._cached_files.items() if cached_file.file == file]
+            ]
         del removed
 
     # connecting and falling back
 
-    def _connected(self) -> Sidecar | None:
+    def _get_connection(self) -> Sidecar | None:
         """The connection; reconnects when `RETRY_SECONDS` have passed."""
         connection = self._connection
         if connection is not None and not connection.broken:
@@ -330,39 +344,39 @@ class SidecarReader:
             if self._closed or self._clock.monotonic() < self._next_try:
                 return None
             self._next_try = self._clock.monotonic() + RETRY_SECONDS
-            known, self._known = self._known, OrderedDict()
-            was, self._connection = self._connection, None
-        del known
+            cached_files, self._cached_files = self._cached_files, OrderedDict()
+            previous, self._connection = self._connection, None
+        del cached_files
         began = self._clock.monotonic()
-        found = Sidecar.find(self._sidecar)
-        if found is None:
-            took = self._clock.monotonic() - began
-            self._next_try = max(self._next_try, began + took / _CONNECT_SHARE)
-            self._warn_no_sidecar(lost=was is not None)
+        connected = Sidecar.find(self._sidecar)
+        if connected is None:
+            seconds = self._clock.monotonic() - began
+            self._next_try = max(self._next_try, began + seconds / _CONNECT_SHARE)
+            self._warn_no_sidecar(lost=previous is not None)
             return None
         forget = weakref.WeakMethod(self._forget)  # the connection's thread must not keep this reader alive
-        found.forgotten = lambda file: (call := forget()) and call(file)
-        found.reporting = self._tally.report
-        Finalizer(self, found.close)
-        if not self._use(found):
-            found.close()
+        connected.forgotten = lambda file: (call := forget()) and call(file)
+        connected.reporting = self._tally.report
+        Finalizer(self, connected.close)
+        if not self._use(connected):
+            connected.close()
             return None
-        _log.info("reading %s through the sidecar of process %d", self._where.url, found.daemon_pid)
-        return found
+        _log.info("reading %s through the sidecar of process %d", self._where.url, connected.daemon_pid)
+        return connected
 
-    def _use(self, found: Sidecar) -> bool:
+    def _use(self, connection: Sidecar) -> bool:
         """Use this connection. False if the reader was closed meanwhile."""
         with self._lock:
             if not self._closed:
-                self._connection = found
+                self._connection = connection
                 self._dropped.clear()
             return not self._closed
 
     def _warn_no_sidecar(self, *, lost: bool) -> None:
-        what = "lost the connection to the sidecar on" if lost else "no sidecar answers on"
+        problem = "lost the connection to the sidecar on" if lost else "no sidecar answers on"
         warn_once(
             _log,
-            f"{what} {paths.chosen(self._sidecar)}: this process reads shards directly (start one: headrace sidecar run)",
+            f"{problem} {paths.chosen(self._sidecar)}: this process reads shards directly (start one: headrace sidecar run)",
             "node",
         )
 
@@ -373,7 +387,7 @@ class SidecarReader:
             return self._fallback_reader
 
 
-def _fitting(upcoming: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
+def _longest_fitting(upcoming: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     """The longest prefix that fits into a message."""
     sizes = [24 + (len(key) if key.isascii() else len(key.encode())) for key, _, _ in upcoming]
     return list(upcoming[: bisect_right(list(accumulate(sizes)), _ANNOUNCE_BYTES)])

@@ -91,21 +91,21 @@ class ReadService:
             client.execute(client.session.open_failed(request.id, error))
             return
         if opened is None:
-            timer = self._timer(client, request)
+            timer = self._start_timer(client, request)
             self._tasks.spawn(self._open_store(client, request, location, timer))
             return
         try:
             self.assign(client, request.trace)
-            found = self._engine.open(opened.store, request.key, request.ranges, id(client))
+            future = self._engine.open(opened.store, request.key, request.ranges, id(client))
         except Exception as error:  # any error of a location or store goes to this client only
             self._stores.release(opened)
             client.execute(client.session.open_failed(request.id, error))
             return
-        if not found.done():
-            self._await(_Waiting(client, request.id, opened, self._timer(client, request)), found)
+        if not future.done():
+            self._answer_when_done(_Waiting(client, request.id, opened, self._start_timer(client, request)), future)
             return
         self._stores.release(opened)
-        client.execute(self._outcome(client, request.id, found))
+        client.execute(self._answer_of(client, request.id, future))
 
     def prefetch(self, client: ClientState, request: m.Announce) -> None:
         """Process an announcement. It is dropped while the store of an earlier one is being opened."""
@@ -133,7 +133,7 @@ class ReadService:
         if client.job:
             self._engine.withdraw(id(client))
 
-    def _timer(self, client: ClientState, request: m.Open) -> asyncio.TimerHandle:
+    def _start_timer(self, client: ClientState, request: m.Open) -> asyncio.TimerHandle:
         """Count an open that must wait, and start the timer that ends it at its deadline."""
         self._job_stats.waited(client.process, sum(length for _, length in request.ranges))
         return self._loop.call_later(
@@ -152,9 +152,9 @@ class ReadService:
         except Exception as error:  # any error of a location or store goes to this client only
             self._finish(waiting, partial(client.session.open_failed, request.id, error))
         else:
-            self._await(waiting, future)
+            self._answer_when_done(waiting, future)
 
-    def _await(self, waiting: _Waiting, future: Future[Lease | None]) -> None:
+    def _answer_when_done(self, waiting: _Waiting, future: Future[Lease | None]) -> None:
         """Answer when the cache has the bytes.
 
         Results are delivered together, because waking the loop costs as much as an answer.
@@ -162,9 +162,9 @@ class ReadService:
 
         def on_result(future: Future[Lease | None]) -> None:
             with self._results_lock:
-                first = not self._results
+                is_first = not self._results
                 self._results.append((waiting, future))
-            if first:
+            if is_first:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
                     self._loop.call_soon_threadsafe(self._deliver)
 
@@ -175,17 +175,17 @@ class ReadService:
             results, self._results = self._results, []
         for waiting, future in results:
             try:
-                self._finish(waiting, partial(self._outcome, waiting.client, waiting.request, future))
+                self._finish(waiting, partial(self._answer_of, waiting.client, waiting.request, future))
             except Exception:
                 _log.exception("an answer could not be sent")
 
-    def _finish(self, waiting: _Waiting, answer: Callable[[], list[session.Instruction]]) -> None:
+    def _finish(self, waiting: _Waiting, get_answer: Callable[[], list[session.Instruction]]) -> None:
         waiting.timer.cancel()
         if waiting.opened is not None:
             self._stores.release(waiting.opened)
-        waiting.client.execute(answer())
+        waiting.client.execute(get_answer())
 
-    def _outcome(self, client: ClientState, request: int, future: Future[Lease | None]) -> list[session.Instruction]:
+    def _answer_of(self, client: ClientState, request: int, future: Future[Lease | None]) -> list[session.Instruction]:
         error = future.exception()
         if error is not None:
             return client.session.open_failed(request, error)
@@ -254,20 +254,20 @@ class StoreCache:
 
     def acquire(self, location: Location) -> OpenStore:
         """The store, opened if necessary; it stays open until `release`."""
-        if found := self.acquire_open(location):
-            return found
+        if already_open := self.acquire_open(location):
+            return already_open
         opened = self._opener(location)
         source = source_of(location)
         try:
             with self._lock:
-                spare = self._make_room(source)
+                to_close = self._make_room(source)
                 entry = self._use(source, self._open.setdefault(source, OpenStore(opened)))
         except CapacityError:
             opened.close()
             raise
-        for closed_source, old in spare:
+        for closed_source, closed_store in to_close:
             self._closing(closed_source)
-            old.close()
+            closed_store.close()
         if entry.store is not opened:
             opened.close()
         return entry
@@ -291,25 +291,25 @@ class StoreCache:
                 _log.error("%s cannot be reopened and stays in use with the old credentials: %s", location.url, error)
                 continue
             with self._lock:
-                old = self._open.get(source)
-                if old is not None:
+                old_store = self._open.get(source)
+                if old_store is not None:
                     self._open[source] = reopened
                     replaced(source, reopened.store)
-            self._close_later(old or reopened)
+            self._close_later(old_store or reopened)
 
-    def _close_later(self, old: OpenStore) -> None:
-        timer = threading.Timer(self._close_delay, self._close_unused, [old])
+    def _close_later(self, old_store: OpenStore) -> None:
+        timer = threading.Timer(self._close_delay, self._close_unused, [old_store])
         timer.daemon = True
         timer.start()
 
-    def _close_unused(self, old: OpenStore) -> None:
+    def _close_unused(self, old_store: OpenStore) -> None:
         """Close a replaced store, now or after another delay."""
         with self._lock:
-            users = old.users
-        if users or self._busy(old.store):
-            self._close_later(old)
+            users = old_store.users
+        if users or self._busy(old_store.store):
+            self._close_later(old_store)
         else:
-            old.store.close()
+            old_store.store.close()
 
     def __len__(self) -> int:
         return len(self._open)

@@ -210,8 +210,8 @@ class Session:
         return self._send_opened(request.id, request.have, lease, grown)
 
     def _send_opened(self, request: int, have: int, lease: Holdable, grown: Grown) -> list[Instruction]:
-        also = [(file, list(runs)) for file, runs in grown if file in self._held and file != lease.file]
-        answer = m.Opened(request, lease.file, lease.size, list(lease.present), lease.once, also)
+        grown_files = [(file, list(runs)) for file, runs in grown if file in self._held and file != lease.file]
+        answer = m.Opened(request, lease.file, lease.size, list(lease.present), lease.once, grown_files)
         self.sent_runs.update({file: runs for file, runs in grown if file in self._held})
         if lease.file == have and lease.file in self._held:
             self.sent_runs[lease.file] = lease.present
@@ -287,10 +287,10 @@ class Session:
     def _announce(self, message: m.Announce) -> list[Instruction]:
         """Expand an announcement that continues the last one into the full list."""
         if message.dropped is not None:
-            last = self._announced
-            if last is None or last.where != message.where:
+            previous = self._announced
+            if previous is None or previous.where != message.where:
                 return self._end("an announcement that continues no earlier one")
-            upcoming = [*last.upcoming[message.dropped :], *message.upcoming]
+            upcoming = [*previous.upcoming[message.dropped :], *message.upcoming]
             if len(upcoming) > m.RANGES:
                 return self._end(f"{len(upcoming)} ranges are announced; the limit is {m.RANGES}")
             message = m.Announce(message.where, upcoming, message.trace)

@@ -60,13 +60,13 @@ def _path(text: str) -> Path:
 
 def cache_tiers(text: str) -> Path | tuple[CacheTier, ...]:
     """Parse `cache_dir`: one path, or several `PATH=SIZE` separated by commas."""
-    found = []
+    tiers = []
     for part in text.split(","):
         path, equals, size = part.strip().rpartition("=")
-        found.append(CacheTier(Path(str(_path(path))), _size(size)) if equals else CacheTier(Path(str(_path(size)))))
-    if len({tier.path for tier in found}) < len(found):
+        tiers.append(CacheTier(Path(str(_path(path))), _size(size)) if equals else CacheTier(Path(str(_path(size)))))
+    if len({tier.path for tier in tiers}) < len(tiers):
         raise UsageError(f"{text!r} names a directory twice", hint="name each tier once")
-    return found[0].path if len(found) == 1 and found[0].bytes is None else tuple(found)
+    return tiers[0].path if len(tiers) == 1 and tiers[0].bytes is None else tuple(tiers)
 
 
 def _count(least: int, most: int) -> Callable[[str], int]:
@@ -85,7 +85,7 @@ def _size(text: str) -> int:
     return size
 
 
-def _no_more(parse: Callable[[str], int]) -> Callable[[str], int]:
+def _limit_or_off(parse: Callable[[str], int]) -> Callable[[str], int]:
     """A parser for a limit. `off` means no limit, and its value is 0."""
     return lambda text: 0 if text == "off" else parse(text)
 
@@ -164,13 +164,13 @@ SETTINGS = (
     Setting("fetch_memory", _size, "24MiB", "memory for blocks in flight, 4 MiB each", "SIZE"),
     Setting(
         "job_connections",
-        _no_more(_count(1, 256)),
+        _limit_or_off(_count(1, 256)),
         "off",
         "maximum number of concurrent requests to stores per job",
         "N|off",
     ),
-    Setting("job_bytes_in_flight", _no_more(_size), "off", "maximum bytes in flight per job", "SIZE|off"),
-    Setting("job_bandwidth", _no_more(_size), "off", "maximum bytes per second per job", "SIZE|off"),
+    Setting("job_bytes_in_flight", _limit_or_off(_size), "off", "maximum bytes in flight per job", "SIZE|off"),
+    Setting("job_bandwidth", _limit_or_off(_size), "off", "maximum bytes per second per job", "SIZE|off"),
     Setting(
         "tier_dir",
         tier.optional_path,
@@ -225,29 +225,29 @@ def read(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ, **mo
 
 
 def _value(setting: Setting, sources: Sequence[tuple[str, Mapping[str, str]]], environ: Mapping[str, str]) -> object:
-    for place, values in sources:
+    for source_format, values in sources:
         if setting.name in values:
-            where = place.format(_spelt(setting.name, place))
+            source = source_format.format(_spelling(setting.name, source_format))
             try:
                 return setting.parse(values[setting.name])
             except UsageError as error:
-                raise UsageError(f"{where}: {error.message}", hint=error.hint or setting.help) from None
+                raise UsageError(f"{source}: {error.message}", hint=error.hint or setting.help) from None
     if setting.default is not None:
         return setting.parse(setting.default)
     return default_socket(environ).absolute() if setting.name == "socket" else default_cache()
 
 
-def _spelt(name: str, place: str) -> str:
-    if place.startswith("--"):
+def _spelling(name: str, source_format: str) -> str:
+    if source_format.startswith("--"):
         return name.replace("_", "-")
-    return name.upper() if place.startswith(PREFIX) else name
+    return name.upper() if source_format.startswith(PREFIX) else name
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    given = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)}
-    given.pop("config", None)
-    _only_known(given, "the environment", lambda name: PREFIX + name.upper())
-    return given
+    values = {name.removeprefix(PREFIX).lower(): value for name, value in environ.items() if name.startswith(PREFIX)}
+    values.pop("config", None)
+    _only_known(values, "the environment", lambda name: PREFIX + name.upper())
+    return values
 
 
 def _from_file(path: Path) -> dict[str, str]:
@@ -275,11 +275,13 @@ def _text(name: str, value: object, path: Path) -> str:
     raise UsageError(f"{name} in {path} must be a string, a number, true or false, not {type(value).__name__}")
 
 
-def _only_known(given: Mapping[str, object], where: str, spelt: Callable[[str], str]) -> None:
-    known = [setting.name for setting in SETTINGS]
-    for name in given:
-        if name not in known:
-            raise UsageError(f"{spelt(name)} in {where} is not a setting", hint=f"the settings are: {', '.join(known)}")
+def _only_known(values: Mapping[str, object], source: str, spelling: Callable[[str], str]) -> None:
+    names = [setting.name for setting in SETTINGS]
+    for name in values:
+        if name not in names:
+            raise UsageError(
+                f"{spelling(name)} in {source} is not a setting", hint=f"the settings are: {', '.join(names)}"
+            )
 
 
 def default_cache() -> Path:

@@ -66,7 +66,7 @@ class StagedJob:
         result: dict[str, object] = json.loads(self._outcome.result) if self._outcome else {}
         return result
 
-    def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
+    def _wait(self, reached: Callable[[], bool], timeout: float | None, goal: str) -> None:
         limit = WAIT_SECONDS if timeout is None else timeout
         with self._changed:
             self._changed.wait_for(lambda: reached() or self._broken, limit)
@@ -75,7 +75,7 @@ class StagedJob:
             if self._broken:
                 raise self._broken
         raise DeadlineError(
-            f"waited {limit:g} s for job {self.token} {what}", hint="the job continues; see: headrace sidecar status"
+            f"waited {limit:g} s for job {self.token} {goal}", hint="the job continues; see: headrace sidecar status"
         )
 
     def handle(self, event: m.JobEvent) -> None:

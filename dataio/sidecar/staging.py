@@ -17,9 +17,9 @@ from headrace.dataio.core import tracing
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar import session
-from headrace.dataio.sidecar.job_stats import SaveStats
 from headrace.dataio.sidecar.jobs.job_service import JobService
 from headrace.dataio.sidecar.jobs.job_table import Job
+from headrace.dataio.sidecar.save_stats import SaveStats
 from headrace.dataio.sidecar.tier.tier_service import TierService
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class StagingService:
             request.kind,
             request.arena,
             request.plan,
-            lambda answer: self._staged(client, request.id, answer),
+            lambda answer: self._on_submitted(client, request.id, answer),
             about=request.about,
             urgent=request.urgent,
             wait=request.wait,
@@ -82,7 +82,7 @@ class StagingService:
         for job in client.staging:
             self._jobs.withdraw(job)
 
-    def _staged(self, client: ClientState, request: int, answer: Job | HeadraceError) -> None:
+    def _on_submitted(self, client: ClientState, request: int, answer: Job | HeadraceError) -> None:
         client.staging = [job for job in client.staging if job is not answer]
         if isinstance(answer, HeadraceError):
             client.execute(client.session.refused(request, answer))

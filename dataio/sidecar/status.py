@@ -28,12 +28,12 @@ from headrace.dataio.sidecar.job_stats import (
     POINTS,
     WINDOW_POINTS,
     JobStats,
-    SaveStats,
     Totals,
     rates,
     slept,
 )
 from headrace.dataio.sidecar.metrics import Figures, JobMetrics
+from headrace.dataio.sidecar.save_stats import SaveStats
 
 _Point = tuple[float, int, Totals]
 
@@ -64,11 +64,11 @@ class StatusView(Collector):
         """Record a chart point; returns whether anything has changed since the last one."""
         self.job_stats.tick()
         now, fetched, delivered = self._clock(), int(self._figures()[0]["fetched_bytes"]), self._delivered()
-        moved = bool(self._points) and self._points[-1][1:] != (fetched, delivered)
-        if self._points and not moved:
-            self._points.extend((then, fetched, delivered) for then in slept(self._points[-1][0], now))
+        changed = bool(self._points) and self._points[-1][1:] != (fetched, delivered)
+        if self._points and not changed:
+            self._points.extend((missing_time, fetched, delivered) for missing_time in slept(self._points[-1][0], now))
         self._points.append((now, fetched, delivered))
-        return moved
+        return changed
 
     def describe(self) -> Iterable[Metric]:
         """Return nothing. Otherwise registering this collector would call `collect` before there is a cache."""
@@ -130,12 +130,12 @@ def _lists(value: object) -> Iterator[list[object]]:
             yield from _lists(inner)
 
 
-def _rates(before: _Point, after: _Point) -> dict[str, float | None]:
-    seconds = after[0] - before[0]
-    own = rates(after[2] - before[2], seconds)
-    fetched = max(after[1] - before[1], 0) / seconds if seconds > 0 else 0.0
-    kept = ("cache_bytes_per_second", "store_bytes_per_second", "hit_ratio")
-    return {**{name: own[name] for name in kept}, "fetched_bytes_per_second": round(fetched)}
+def _rates(earlier: _Point, later: _Point) -> dict[str, float | None]:
+    seconds = later[0] - earlier[0]
+    job_rates = rates(later[2] - earlier[2], seconds)
+    fetched = max(later[1] - earlier[1], 0) / seconds if seconds > 0 else 0.0
+    names = ("cache_bytes_per_second", "store_bytes_per_second", "hit_ratio")
+    return {**{name: job_rates[name] for name in names}, "fetched_bytes_per_second": round(fetched)}
 
 
 KEPT_MESSAGES, MESSAGE_CHARS = 20, 400
@@ -158,8 +158,10 @@ class RecentMessages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         text = text if len(text) <= MESSAGE_CHARS else text[: MESSAGE_CHARS - 1] + "…"
-        known = self._messages.pop(text, None)
-        self._messages[text] = _LogMessage(record.levelname.lower(), record.created, known.times + 1 if known else 1)
+        repeated = self._messages.pop(text, None)
+        self._messages[text] = _LogMessage(
+            record.levelname.lower(), record.created, repeated.times + 1 if repeated else 1
+        )
         while len(self._messages) > KEPT_MESSAGES:
             self._messages.popitem(last=False)
 

@@ -101,27 +101,31 @@ class StatusServer:
 
     async def _answer(self, head: bytes, connection: socket.socket) -> bytes:
         line, _, fields = head.partition(b"\r\n")
-        method, _, rest = line.partition(b" ")
+        method, _, target = line.partition(b" ")
         if not is_own(fields):
             return _response(421, _TEXT, b"this is not the name of this machine's loopback\n")
         if method not in (b"GET", b"HEAD"):
             return _response(405, _TEXT, b"only GET\n", "Allow: GET, HEAD\r\n")
-        path = rest.split(b" ")[0].split(b"?")[0]
+        path = target.split(b" ")[0].split(b"?")[0]
         if path in _PATHS.split() and path not in _PUBLIC_PATHS:
             # with many connections the kernel's table is long, so only one lookup runs at a time
             async with self._lookup_lock:
                 user = await asyncio.to_thread(user_of, connection)
             if user not in (os.geteuid(), 0):
                 return _response(403, _TEXT, b"this is for the daemon's user and root\n")
-        answer, length = self._page(path)
-        return answer if method == b"GET" else answer[: len(answer) - length]
+        response, length = self._page(path)
+        return response if method == b"GET" else response[: len(response) - length]
 
     def _page(self, path: bytes) -> tuple[bytes, int]:
         """The answer to a GET, and the length of its body."""
-        status, kind, body, more = 200, _TEXT, b"ok\n", ""
+        status, kind, body, headers = 200, _TEXT, b"ok\n", ""
         if path == b"/":
-            shown = page()
-            kind, body, more = "text/html; charset=utf-8", shown.body, f"Content-Security-Policy: {shown.policy}\r\n"
+            status_page = page()
+            kind, body, headers = (
+                "text/html; charset=utf-8",
+                status_page.body,
+                f"Content-Security-Policy: {status_page.policy}\r\n",
+            )
         elif path == b"/readyz" and not self._ready():
             status, body = 503, b"draining\n"
         elif path == b"/metrics":
@@ -132,20 +136,20 @@ class StatusServer:
             kind, body = _JSON, json.dumps(self._history()).encode()
         elif path not in (b"/livez", b"/readyz"):
             status, body = 404, _PATHS
-        return _response(status, kind, body, more), len(body)
+        return _response(status, kind, body, headers), len(body)
 
 
 def user_of(connection: socket.socket) -> int | None:
     """The uid that owns the other end of a loopback connection; None if that end is closed."""
-    ends = [_end(*address) for address in (connection.getpeername(), connection.getsockname())]
+    endpoints = [_hex_address(*address) for address in (connection.getpeername(), connection.getsockname())]
     for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
         _, *addresses, state, _, _, _, user, _ = line.split(maxsplit=8)
-        if addresses == ends and state == _ESTABLISHED:
+        if addresses == endpoints and state == _ESTABLISHED:
             return int(user)
     return None
 
 
-def _end(host: str, port: int) -> str:
+def _hex_address(host: str, port: int) -> str:
     """An address in the format of /proc/net/tcp."""
     return f"{int.from_bytes(socket.inet_aton(host), sys.byteorder):08X}:{port:04X}"
 
@@ -182,8 +186,8 @@ _REASONS = {
 }
 
 
-def _response(status: int, kind: str, body: bytes, more: str = "") -> bytes:
+def _response(status: int, kind: str, body: bytes, headers: str = "") -> bytes:
     head = f"HTTP/1.1 {status} {_REASONS[status]}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
     head += "Connection: close\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
-    head += f"Referrer-Policy: no-referrer\r\nX-Frame-Options: DENY\r\n{more}"
+    head += f"Referrer-Policy: no-referrer\r\nX-Frame-Options: DENY\r\n{headers}"
     return head.encode() + b"\r\n" + body

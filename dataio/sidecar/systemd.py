@@ -44,12 +44,12 @@ def given(environ: Mapping[str, str] = os.environ) -> dict[str, int]:
 
 def listening(environ: Mapping[str, str] = os.environ) -> socket.socket | None:
     """The passed socket, or None when the daemon must create its own."""
-    found = given(environ)
-    fd = found.get(NAME)
-    if fd is None and len(found) == 1:
-        (name, only), *_ = found.items()
-        fd = only if name.endswith(".socket") or name.isdecimal() or name == "unknown" else None
-    return _checked(fd) if fd is not None else None
+    descriptors = given(environ)
+    fd = descriptors.get(NAME)
+    if fd is None and len(descriptors) == 1:
+        (name, only_fd), *_ = descriptors.items()
+        fd = only_fd if name.endswith(".socket") or name.isdecimal() or name == "unknown" else None
+    return _open_socket(fd) if fd is not None else None
 
 
 def path_of(sock: socket.socket) -> Path:
@@ -57,7 +57,7 @@ def path_of(sock: socket.socket) -> Path:
     return Path(os.fsdecode(sock.getsockname()))
 
 
-def _checked(fd: int) -> socket.socket:
+def _open_socket(fd: int) -> socket.socket:
     os.set_inheritable(fd, False)
     if not stat.S_ISSOCK(os.fstat(fd).st_mode):
         raise _unusable(fd, "is not a socket")
@@ -77,8 +77,10 @@ def _checked(fd: int) -> socket.socket:
     return sock
 
 
-def _unusable(fd: int, why: str) -> UsageError:
-    return UsageError(f"descriptor {fd}, which LISTEN_FDS passes, {why}", hint="see deploy/systemd for a socket unit")
+def _unusable(fd: int, reason: str) -> UsageError:
+    return UsageError(
+        f"descriptor {fd}, which LISTEN_FDS passes, {reason}", hint="see deploy/systemd for a socket unit"
+    )
 
 
 def notify(state: str, environ: Mapping[str, str] = os.environ) -> bool:
@@ -99,15 +101,15 @@ def ready(environ: Mapping[str, str] = os.environ) -> None:
     Call it on the loop.
     """
     if notify("READY=1", environ) and (every := _interval(environ)):
-        _alive(asyncio.get_running_loop(), every, environ)
+        _send_watchdog(asyncio.get_running_loop(), every, environ)
 
 
-def _alive(loop: asyncio.AbstractEventLoop, every: float, environ: Mapping[str, str]) -> None:
+def _send_watchdog(loop: asyncio.AbstractEventLoop, every: float, environ: Mapping[str, str]) -> None:
     notify("WATCHDOG=1", environ)
-    loop.call_later(every, _alive, loop, every, environ)
+    loop.call_later(every, _send_watchdog, loop, every, environ)
 
 
 def _interval(environ: Mapping[str, str]) -> float:
-    micros, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
+    watchdog_usec, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
     for_this_process = pid in ("", str(os.getpid()))
-    return int(micros) / 2e6 if for_this_process and micros.isdecimal() else 0.0
+    return int(watchdog_usec) / 2e6 if for_this_process and watchdog_usec.isdecimal() else 0.0

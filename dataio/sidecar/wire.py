@@ -88,8 +88,8 @@ class Framer:
             raise UsageError(f"a message lacks {count - len(self._descriptors)} of its {count} file descriptors")
         payload = bytes(self._data[_HEADER.size : end])
         del self._data[:end]
-        taken, self._descriptors = tuple(self._descriptors[:count]), self._descriptors[count:]
-        return Frame(payload, taken)
+        frame_descriptors, self._descriptors = tuple(self._descriptors[:count]), self._descriptors[count:]
+        return Frame(payload, frame_descriptors)
 
 
 def frame(payload: bytes, descriptors: int = 0) -> bytes:
@@ -157,9 +157,9 @@ def send_all(sock: socket.socket, data: bytes, descriptors: Sequence[int], timeo
             view, descriptors = view[send(sock, view, descriptors, wait=False) :], ()
         except BlockingIOError:
             until = until or time.monotonic() + timeout
-            ready = select.poll()
-            ready.register(sock, select.POLLOUT)
-            if not ready.poll(max(0.0, until - time.monotonic()) * 1000):
+            writable = select.poll()
+            writable.register(sock, select.POLLOUT)
+            if not writable.poll(max(0.0, until - time.monotonic()) * 1000):
                 raise DeadlineError(f"the sidecar read no data for {timeout:g} s") from None
 
 

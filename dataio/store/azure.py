@@ -99,7 +99,7 @@ class AzureClient(ObstoreRequests):
 
     async def list_all(self, doing: str, folder: str) -> list[tuple[str, Head]]:
         """All keys below `folder`, at most `LISTED`. Names that end in a slash, such as `folder/`, are left out."""
-        found = list[tuple[str, Head]]()
+        listed = list[tuple[str, Head]]()
 
         async def request(container: Any) -> None:
             pages = aiter(obstore.list(container, prefix=folder or None))
@@ -107,24 +107,24 @@ class AzureClient(ObstoreRequests):
                 while True:
                     async with asyncio.timeout(self._seconds(_PAGE_BYTES)):
                         page = await anext(pages)
-                    found.extend((one["path"], Head(one["size"], one["last_modified"])) for one in page)
-                    if len(found) > LISTED:
+                    listed.extend((entry["path"], Head(entry["size"], entry["last_modified"])) for entry in page)
+                    if len(listed) > LISTED:
                         raise _too_many(doing)
 
         await self._send(doing, request, None)
-        markers, suspects = set[str](), possible_markers(found)
-        for at in range(0, len(suspects), _DELETES):
-            batch = suspects[at : at + _DELETES]
-            exist = await asyncio.gather(*(self._exists(doing, name) for name in batch))
-            markers |= {name for name, there in zip(batch, exist, strict=True) if not there}
-        return [(name, head) for name, head in found if name not in markers]
+        markers, candidates = set[str](), possible_markers(listed)
+        for at in range(0, len(candidates), _DELETES):
+            batch = candidates[at : at + _DELETES]
+            existence = await asyncio.gather(*(self._exists(doing, name) for name in batch))
+            markers |= {name for name, exists in zip(batch, existence, strict=True) if not exists}
+        return [(name, head) for name, head in listed if name not in markers]
 
     async def list_folders(self, doing: str, folder: str) -> list[str]:
         """The paths of the folders directly below `folder`, without a final slash, in any order; at most `LISTED`."""
 
         async def request(container: Any) -> list[str]:
-            found = await obstore.list_with_delimiter_async(container, folder or None)
-            return list(found["common_prefixes"])
+            listing = await obstore.list_with_delimiter_async(container, folder or None)
+            return list(listing["common_prefixes"])
 
         paths = await self._send(doing, request, self._seconds(_FOLDERS_BYTES))
         if len(paths) > LISTED:
@@ -190,8 +190,8 @@ def _azure_container(config: AzureConfig) -> Any:
             retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=1)},
         )
     except UnknownConfigurationKeyError:
-        known = "the options of az:// are the configuration keys of obstore's AzureStore, such as account_name"
-        raise UsageError(f"{config.url}: an unknown storage option", hint=known) from None
+        hint = "the options of az:// are the configuration keys of obstore's AzureStore, such as account_name"
+        raise UsageError(f"{config.url}: an unknown storage option", hint=hint) from None
 
 
 class AzureStore(BucketStore):
@@ -231,8 +231,8 @@ class AzureStore(BucketStore):
             return
         base = self._base
         folder = (base + prefix).rpartition("/")[0]
-        found = self._client.run(self._client.list_all(f"listing {self._config.url}", folder))
-        for key, head in sorted(found, key=lambda entry: entry[0]):
+        listed = self._client.run(self._client.list_all(f"listing {self._config.url}", folder))
+        for key, head in sorted(listed, key=lambda entry: entry[0]):
             info = listed_object(key[len(base) :], head)
             if info is not None and info.key.startswith(prefix):
                 yield info
@@ -243,12 +243,12 @@ class AzureStore(BucketStore):
         full = self._base + prefix
         paths = self._client.run(self._client.list_folders(f"listing {self._config.url}", full.rstrip("/")))
         names = (path[len(full) :] for path in paths)
-        known = (name for name in names if is_key(prefix + name) and is_after(name, after))
-        yield from sorted(known, key=lambda name: name + "/")
+        folders = (name for name in names if is_key(prefix + name) and is_after(name, after))
+        yield from sorted(folders, key=lambda name: name + "/")
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        rest = iter([self._config.full_key(key) for key in keys])
-        while batch := list(itertools.islice(rest, _DELETES)):
+        remaining = iter([self._config.full_key(key) for key in keys])
+        while batch := list(itertools.islice(remaining, _DELETES)):
             self._client.run(self._delete(batch))
 
     @property

@@ -167,7 +167,7 @@ class Store(abc.ABC):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Stream all objects with keys that start with `prefix`, in key order.
 
-        `prefix` may be any string, not only a folder.
+        `prefix` may be any string, not only a folder. Names that are not valid keys (`is_key`) are skipped.
         """
 
     def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
@@ -183,11 +183,11 @@ class Store(abc.ABC):
             Iterator[str]: Names without slashes, each once. Their order is that of the keys: by name + "/". A folder
             may be listed although it has no objects, for example after they were deleted.
         """
-        last = ""
+        previous = ""
         for info in self.list(prefix) if check_folder(prefix) else ():
             name, slash, _ = info.key[len(prefix) :].partition("/")
-            if slash and name != last and is_after(name, after):
-                last = name
+            if slash and name != previous and is_after(name, after):
+                previous = name
                 yield name
 
     @abc.abstractmethod
@@ -248,11 +248,11 @@ def check_key(key: str) -> str:
 
 def path_of_url(url: str) -> str:
     """The path of a `file://` URL. Raises `UsageError` if the URL names another host or no path."""
-    rest = url.partition("://")[2]
-    host, _, path = rest.partition("/")
+    host_and_path = url.partition("://")[2]
+    host, _, path = host_and_path.partition("/")
     if host not in ("", "localhost"):
         raise UsageError(f"{url!r} names the host {host!r}", hint="a file URL has three slashes: file:///data/set")
-    if not rest:
+    if not host_and_path:
         raise UsageError(f"{url!r} names no path", hint="give a path or file:///path")
     return "/" + urllib.parse.unquote(path, errors="surrogateescape")
 

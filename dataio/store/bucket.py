@@ -86,7 +86,7 @@ class BucketStore(Store):
         except UnreachableError:
             raise
         except (PreconditionError, TransientError) as error:
-            return self._won(key, data, error)
+            return self._holds_own_body(key, data, error)
 
     def stat(self, key: str) -> ObjectInfo:
         head = self._client.run(self._client.head(f"reading {self._name(key)}", self._config.full_key(key)))
@@ -111,7 +111,7 @@ class BucketStore(Store):
             )
         await self._client.put(f"writing {self._name(key)}", self._config.full_key(key), body, create)
 
-    def _won(self, key: str, data: Buffer, cause: HeadraceError) -> bool:
+    def _holds_own_body(self, key: str, data: Buffer, cause: HeadraceError) -> bool:
         """Whether the object has this writer's body, after a PUT with an unknown outcome."""
         body = bytes(data)
         try:

@@ -139,12 +139,12 @@ class LoopThread:
 
         if os.getpid() != self._pid:
             work.close()
-            raise self._closed()
+            raise self._closed_error()
         with self._lock:  # `stop` runs before this block, or after it; then it finds the task
             if self._stopped:
                 work.close()
-                raise self._closed()
-            loop = self._started()
+                raise self._closed_error()
+            loop = self._running_loop()
             loop.call_soon_threadsafe(start)
         try:
             return outcome.result()
@@ -172,15 +172,15 @@ class LoopThread:
         thread.join(_STOP_SECONDS)
 
     async def _shut_down(self, loop: _Loop) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._disconnect is not None:
             await self._disconnect()
         await loop.quiet(_STOP_SECONDS / 2)
 
-    def _started(self) -> _Loop:
+    def _running_loop(self) -> _Loop:
         if self._loop is None:
             loop = _Loop()
             thread = threading.Thread(target=_serve, args=(loop,), name=self._name, daemon=True)
@@ -188,7 +188,7 @@ class LoopThread:
             self._loop, self._thread = loop, thread
         return self._loop
 
-    def _closed(self) -> UsageError:
+    def _closed_error(self) -> UsageError:
         return UsageError(
             f"the store {self._url} was closed, or opened before a fork", hint="open it again in this process"
         )
@@ -206,14 +206,14 @@ class _Loop(asyncio.SelectorEventLoop):
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """As in asyncio. The callback may run, and the interpreter may end, before this thread has left the call."""
-        me = threading.get_ident()
-        inside = me in self._handing_over
-        self._handing_over[me] = None
+        thread_id = threading.get_ident()
+        inside = thread_id in self._handing_over
+        self._handing_over[thread_id] = None
         try:
             return super().call_soon_threadsafe(callback, *args, context=context)
         finally:
             if not inside:  # the last step, so that this thread has left when another one sees it
-                del self._handing_over[me]
+                del self._handing_over[thread_id]
 
     async def quiet(self, seconds: float) -> None:
         """Wait until no thread is in `call_soon_threadsafe`."""

@@ -118,10 +118,10 @@ def translated_s3(config: S3Config, doing: str) -> Iterator[None]:
     except TimeoutError as error:
         raise TransientError(f"{doing}: {config.endpoint}: {str(error) or 'timed out'}", hint=NETWORK_HINT) from error
     except Exception as error:
-        found = _from_botocore(error, config, doing)
-        if found is None:
+        translated = _from_botocore(error, config, doing)
+        if translated is None:
             raise
-        raise found from error
+        raise translated from error
 
 
 def from_answer(
@@ -138,13 +138,13 @@ def from_answer(
         return NotFoundError(f"{doing}: it does not exist at {config.endpoint}", hint="check the URL and the key")
     kind, hint = _BY_CODE.get(code) or _BY_STATUS.get(status) or (HeadraceError, "")
     if status in (429, 503) or "SlowDown" in code or "Throttl" in code:
-        return SlowDownError(text, seconds=_seconds(retry_after), hint=_SLOW_DOWN_HINT)
+        return SlowDownError(text, seconds=_retry_after_seconds(retry_after), hint=_SLOW_DOWN_HINT)
     if kind is HeadraceError and status >= 500:
         kind, hint = TransientError, "the server is overloaded or in trouble; see its log"
     return kind(text, hint=hint)
 
 
-def _seconds(header: str | None) -> float | None:
+def _retry_after_seconds(header: str | None) -> float | None:
     """Parse Retry-After in seconds. A date gives None, and the retry policy then decides."""
     return float(header) if header and header.isdecimal() and len(header) < 6 else None
 
@@ -181,10 +181,10 @@ def _from_botocore(error: Exception, config: Endpoint, doing: str) -> HeadraceEr
 
 
 def _from_client_error(error: Any, config: Endpoint, doing: str) -> HeadraceError:
-    answer, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+    details, meta = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
     status, headers = int(meta.get("HTTPStatusCode", 0)), meta.get("HTTPHeaders", {})
-    words = str(answer.get("Message", ""))
-    return from_answer(status, str(answer.get("Code", "")), words, headers.get("retry-after"), config, doing)
+    words = str(details.get("Message", ""))
+    return from_answer(status, str(details.get("Code", "")), words, headers.get("retry-after"), config, doing)
 
 
 @contextlib.contextmanager
@@ -195,12 +195,12 @@ def translated_obstore(config: Endpoint, doing: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        found: HeadraceError = TransientError(f"{doing}: {config.endpoint}: timed out", hint=NETWORK_HINT)
+        translated: HeadraceError = TransientError(f"{doing}: {config.endpoint}: timed out", hint=NETWORK_HINT)
     except (BaseError, FileNotFoundError) as error:
-        found = _from_obstore(str(error)[:_TEXT_BYTES], config, doing)
+        translated = _from_obstore(str(error)[:_TEXT_BYTES], config, doing)
     else:
         return
-    raise found from None
+    raise translated from None
 
 
 def _from_obstore(text: str, config: Endpoint, doing: str) -> HeadraceError:
@@ -208,21 +208,21 @@ def _from_obstore(text: str, config: Endpoint, doing: str) -> HeadraceError:
         code, message = _CODE.search(text), _MESSAGE.search(text)
         words = html.unescape(message[1]) if message else ""
         return from_answer(int(status[1]), code[1] if code else status[1], words, None, config, doing)
-    where = f"{doing}: {config.endpoint}"
+    prefix = f"{doing}: {config.endpoint}"
     if "NotPartial" in text:
         return UnsupportedError(
-            f"{where} answered a request for a range with the whole object",
+            f"{prefix} answered a request for a range with the whole object",
             hint="Headrace needs a server that supports ranged reads; see `headrace doctor URL`",
         )
     if "Wanted range starting at" in text:
-        return RangeError(f"{where}: the object ends before the range", hint="ask for a range inside the object")
+        return RangeError(f"{prefix}: the object ends before the range", hint="ask for a range inside the object")
     if "certificate" in text.lower():
-        return UsageError(f"{where}: the server's certificate is not trusted", hint=CERTIFICATE_HINT)
+        return UsageError(f"{prefix}: the server's certificate is not trusted", hint=CERTIFICATE_HINT)
     if "kind: Connect," in text:
-        return UnreachableError(f"{where}: {_words(text)}", hint=REACH_HINT)
+        return UnreachableError(f"{prefix}: {_connection_failure(text)}", hint=REACH_HINT)
     if "HttpError" in text or "reqwest" in text:
-        return TransientError(f"{where}: {_words(text)}", hint=NETWORK_HINT)
-    return HeadraceError(f"{where}: {_shortened(redact(text.partition(chr(10))[0]))}")
+        return TransientError(f"{prefix}: {_connection_failure(text)}", hint=NETWORK_HINT)
+    return HeadraceError(f"{prefix}: {_shortened(redact(text.partition(chr(10))[0]))}")
 
 
 def _shortened(line: str) -> str:
@@ -233,9 +233,9 @@ def _shortened(line: str) -> str:
     return f"{head[: head.rfind(' ')] if ' ' in head[_SHOWN // 2 :] else head}…"
 
 
-def _words(text: str) -> str:
-    if found := _OS_WORDS.search(text):
-        return found[1]
+def _connection_failure(text: str) -> str:
+    if match := _OS_WORDS.search(text):
+        return match[1]
     for mark, words in (
         ("TimedOut", "the read timed out"),
         ("IncompleteBody", "the body ended early"),

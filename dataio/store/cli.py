@@ -47,7 +47,7 @@ class Check:
     detail: str = ""
 
 
-def _thousand(text: str) -> int:
+def _up_to_thousand(text: str) -> int:
     return positive_int(text, 1000)
 
 
@@ -61,8 +61,8 @@ def _thousand(text: str) -> int:
         help="instead, measure how fast this machine copies a state, and advise settings",
     ),
     argument("--certify", action="store_true", help="also let many writers race for one key, several times"),
-    argument("--writers", type=_thousand, default=50, help="writers in a race (default: 50)"),
-    argument("--rounds", type=_thousand, default=5, help="races (default: 5)"),
+    argument("--writers", type=_up_to_thousand, default=50, help="writers in a race (default: 50)"),
+    argument("--rounds", type=_up_to_thousand, default=5, help="races (default: 5)"),
     json_option("the report as one JSON object"),
     epilog="exit codes: 0 good for everything · 2 wrong use, no access, or not for several writers · 3 unreachable",
 )
@@ -83,7 +83,7 @@ def _examine(store: Store, rounds: int, writers: int) -> list[Check]:
     try:
         checks = [_timed(name, functools.partial(step, store, scratch)) for name, step in _STEPS]
         if rounds and all(check.ok for check in checks):
-            checks.append(_timed(f"{writers} writers racing", lambda: _raced(store, scratch, writers, rounds)))
+            checks.append(_timed(f"{writers} writers racing", lambda: _race_writers(store, scratch, writers, rounds)))
         return checks
     finally:
         _clear(store, scratch)
@@ -95,14 +95,14 @@ def _no_new_folders(url: str) -> Iterator[None]:
 
     A store in a directory creates them with its first object.
     """
-    new = list[Path]()
+    created = list[Path]()
     if url.startswith("file://"):
         folder = Path(urllib.parse.unquote(url.removeprefix("file://"), errors="surrogateescape"))
-        new = [*itertools.takewhile(lambda path: not path.exists(), [folder / TEMPORARY, folder, *folder.parents])]
+        created = [*itertools.takewhile(lambda path: not path.exists(), [folder / TEMPORARY, folder, *folder.parents])]
     try:
         yield
     finally:
-        for path in new:
+        for path in created:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
@@ -141,11 +141,11 @@ def _multipart(store: Store, scratch: str) -> tuple[bool, str]:
 
 
 def _list_and_delete(store: Store, scratch: str) -> tuple[bool, str]:
-    before = [info.key for info in store.list(scratch)]
-    store.delete_many(before)
-    after = [info.key for info in store.list(scratch)]
-    ok = bool(before) and before == sorted(before) and not after
-    return ok, "" if ok else f"the listing showed {len(before)} objects before and {len(after)} after deleting them"
+    listed = [info.key for info in store.list(scratch)]
+    store.delete_many(listed)
+    remaining = [info.key for info in store.list(scratch)]
+    ok = bool(listed) and listed == sorted(listed) and not remaining
+    return ok, "" if ok else f"the listing showed {len(listed)} objects before and {len(remaining)} after deleting them"
 
 
 def _preconditions(store: Store, scratch: str) -> tuple[bool, str]:
@@ -162,7 +162,7 @@ _STEPS: list[tuple[str, Callable[[Store, str], tuple[bool, str]]]] = [
 ]
 
 
-def _raced(store: Store, scratch: str, writers: int, rounds: int) -> tuple[bool, str]:
+def _race_writers(store: Store, scratch: str, writers: int, rounds: int) -> tuple[bool, str]:
     races = list(certify(store, scratch, writers, rounds))
     unfair = [race.winners for race in races if not race.fair]
     if unfair:
@@ -192,13 +192,13 @@ def _verdict(store: Store, checks: Sequence[Check]) -> str:
 def _print(store: Store, checks: Sequence[Check], options: argparse.Namespace) -> None:
     ok = all(check.ok for check in checks)
     if options.json:
-        found = {
+        report = {
             "url": store.location.url,
             "ok": ok,
             "verdict": _verdict(store, checks),
             "checks": [*map(asdict, checks)],
         }
-        print_json(found)
+        print_json(report)
         return
     print(store.location.url, *filter(None, [store.location.options.get("endpoint_url")]))
     for check in checks:

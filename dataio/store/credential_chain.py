@@ -73,10 +73,10 @@ class CredentialChain:
         async with self._lock:
             if self.generation != refused:
                 return True
-            found = await self._resolve()
-            if found is None or await _keys_of(found) == await _keys_of(self._resolved):
+            renewed = await self._resolve()
+            if renewed is None or await _keys_of(renewed) == await _keys_of(self._resolved):
                 return False
-            self._resolved, self.generation = found, self.generation + 1
+            self._resolved, self.generation = renewed, self.generation + 1
             return True
 
     def __repr__(self) -> str:
@@ -104,8 +104,8 @@ def keys_of_variables(environ: Mapping[str, str]) -> Keys | None:
 async def _keys_of(credentials: Any) -> Keys | None:
     if credentials is None or isinstance(credentials, Keys):
         return credentials
-    found = await credentials.get_frozen_credentials()
-    return Keys(found.access_key, found.secret_key, found.token)
+    frozen = await credentials.get_frozen_credentials()
+    return Keys(frozen.access_key, frozen.secret_key, frozen.token)
 
 
 def botocore_session(chain: CredentialChain) -> Any:
@@ -118,8 +118,8 @@ def botocore_session(chain: CredentialChain) -> Any:
         """Credentials that botocore requests again for every request that it signs."""
 
         async def get_frozen_credentials(self) -> Any:
-            found = await chain.current()
-            return ReadOnlyCredentials(found.access, found.secret, found.token) if found else None
+            keys = await chain.current()
+            return ReadOnlyCredentials(keys.access, keys.secret, keys.token) if keys else None
 
         def __repr__(self) -> str:
             return repr(chain)
@@ -130,6 +130,6 @@ def botocore_session(chain: CredentialChain) -> Any:
         async def load_credentials(self) -> Any:
             return Signing("rotating", "rotating", method="headrace")
 
-    made = aiobotocore.session.AioSession(profile=chain.profile)
-    made.register_component("credential_provider", Provider())
-    return made
+    session = aiobotocore.session.AioSession(profile=chain.profile)
+    session.register_component("credential_provider", Provider())
+    return session

@@ -83,8 +83,8 @@ def fill_directly(fd: int, offset: int, buffer: memoryview) -> tuple[int, int]:
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     start, stop = aligned_part(offset, address, len(buffer))
     if start == stop:
-        return 0, _directly(fd, lambda: _fill_through_buffer(fd, offset, address, len(buffer)))
-    return start, start + _directly(fd, lambda: _fill_in_place(fd, offset + start, buffer[start:stop]))
+        return 0, _with_o_direct(fd, lambda: _fill_through_buffer(fd, offset, address, len(buffer)))
+    return start, start + _with_o_direct(fd, lambda: _fill_in_place(fd, offset + start, buffer[start:stop]))
 
 
 def fill_together(fd: int, ranges: Iterable[Part]) -> list[Part]:
@@ -105,26 +105,26 @@ def pieces(ranges: Iterable[Part]) -> Iterator[list[Part]]:
                 piece = []
             if not piece:
                 start = at - at % ALIGN
-            taken = buffer[done : done + start + _BOUNCE_BYTES - at]
-            piece.append((at, taken))
-            done += len(taken)
-            end = at + len(taken)
+            part = buffer[done : done + start + _BOUNCE_BYTES - at]
+            piece.append((at, part))
+            done += len(part)
+            end = at + len(part)
     if piece:
         yield piece
 
 
 def _fill_piece(fd: int, piece: list[Part]) -> list[Part]:
     """Fill a piece by one read; return the parts that are still to be filled."""
-    (start, first), (last, tail) = piece[0], piece[-1]
-    stop = last + len(tail)
+    (start, head), (tail_offset, tail) = piece[0], piece[-1]
+    stop = tail_offset + len(tail)
     if len(piece) == 1:
-        begin, end = fill_directly(fd, start, first)
-        return [(start + at, part) for at, part in ((0, first[:begin]), (end, first[end:])) if part]
+        begin, end = fill_directly(fd, start, head)
+        return [(start + at, part) for at, part in ((0, head[:begin]), (end, head[end:])) if part]
     if stop - start < LEAST_BYTES or mostly_cached(fd, start, stop - start):
         return piece
     bounce, base = _bounce, start - start % ALIGN
-    wanted = memoryview(bounce.bytes)[: -(-(stop - base) // ALIGN) * ALIGN]
-    if _directly(fd, lambda: os.preadv(fd, [wanted], base)) < stop - base:
+    target = memoryview(bounce.bytes)[: -(-(stop - base) // ALIGN) * ALIGN]
+    if _with_o_direct(fd, lambda: os.preadv(fd, [target], base)) < stop - base:
         return piece  # refused, or the file became shorter: the ordinary read reports it
     for offset, part in piece:
         ctypes.memmove(ctypes.addressof(ctypes.c_char.from_buffer(part)), bounce.address + offset - base, len(part))
@@ -133,8 +133,8 @@ def _fill_piece(fd: int, piece: list[Part]) -> list[Part]:
 
 def mostly_cached(fd: int, offset: int, length: int) -> bool:
     """Whether most of the range is in the page cache; False where the kernel cannot tell."""
-    wanted, counts = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()
-    if _cachestat()(_CACHESTAT, fd, wanted, counts, 0):
+    byte_range, counts = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()
+    if _cachestat()(_CACHESTAT, fd, byte_range, counts, 0):
         return False
     return int(counts[0]) * mmap.PAGESIZE * 2 > length
 
@@ -145,18 +145,18 @@ def _cachestat() -> Callable[..., int]:
     return call
 
 
-def _directly(fd: int, read: Callable[[], int]) -> int:
+def _with_o_direct(fd: int, read: Callable[[], int]) -> int:
     """Call `read` with O_DIRECT set, and return how many bytes it filled; 0 if the file system refuses O_DIRECT."""
-    before = fcntl.fcntl(fd, fcntl.F_GETFL)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, before | os.O_DIRECT)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
         return read()
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
         return 0  # the ordinary read fills it all again
     finally:
-        fcntl.fcntl(fd, fcntl.F_SETFL, before)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
 
 
 def _fill_in_place(fd: int, offset: int, buffer: memoryview) -> int:
@@ -188,14 +188,14 @@ def _fill_through_buffer(fd: int, offset: int, address: int, length: int) -> int
     view = memoryview(bounce.bytes)
     while done < length:
         skip = (offset + done) % ALIGN
-        wanted = min(length - done, _BOUNCE_BYTES - skip)
-        n = os.preadv(fd, [view[: -(-(skip + wanted) // ALIGN) * ALIGN]], offset + done - skip)
-        got = min(n - skip, wanted)
-        if got <= 0:
+        size = min(length - done, _BOUNCE_BYTES - skip)
+        n = os.preadv(fd, [view[: -(-(skip + size) // ALIGN) * ALIGN]], offset + done - skip)
+        filled = min(n - skip, size)
+        if filled <= 0:
             break
-        ctypes.memmove(address + done, bounce.address + skip, got)  # releases the GIL
-        done += got
-        if got < wanted:
+        ctypes.memmove(address + done, bounce.address + skip, filled)  # releases the GIL
+        done += filled
+        if filled < size:
             break
     return done
 
@@ -299,15 +299,15 @@ class _BackgroundWriter:
         """Add the aligned part of `view` to the run without a copy. Returns its length; 0 if it must be copied."""
         import numpy as np
 
-        whole = len(view) - len(view) % ALIGN
-        if not view.readonly or whole < _ALWAYS_COPIED or self._length % ALIGN:
+        aligned = len(view) - len(view) % ALIGN
+        if not view.readonly or aligned < _ALWAYS_COPIED or self._length % ALIGN:
             return 0
         if np.frombuffer(view, np.uint8).ctypes.data % ALIGN:
             return 0
         self._end_copy()
-        self._run.append(view[:whole])
-        self._length += whole
-        return whole
+        self._run.append(view[:aligned])
+        self._length += aligned
+        return aligned
 
     def _copy_in(self, view: memoryview) -> int:
         import numpy as np
@@ -340,13 +340,13 @@ class _BackgroundWriter:
         while run:
             direct = self._direct
             try:
-                done = os.pwritev(self._fd, run, offset)
+                written = os.pwritev(self._fd, run, offset)
             except OSError as error:
                 if error.errno not in REFUSALS or not direct:
                     raise
                 self._give_up_direct()
                 continue
-            offset, run = offset + done, _after(run, done)
+            offset, run = offset + written, _unwritten_parts(run, written)
         if block is not None:
             self._free.append(block)
 
@@ -355,12 +355,12 @@ class _BackgroundWriter:
         self._direct = False  # set after the flag, so that a thread that reads False writes without O_DIRECT
 
 
-def _after(run: list[memoryview], done: int) -> list[memoryview]:
+def _unwritten_parts(run: list[memoryview], written: int) -> list[memoryview]:
     """The parts that remain after `done` bytes were written."""
     for number, part in enumerate(run):
-        if done < len(part):
-            return [part[done:], *run[number + 1 :]]
-        done -= len(part)
+        if written < len(part):
+            return [part[written:], *run[number + 1 :]]
+        written -= len(part)
     return []
 
 

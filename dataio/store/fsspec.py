@@ -139,10 +139,10 @@ class FsspecStore(Store):
         if not check_prefix(prefix):
             return
         with self._translated(prefix):
-            found = self._found(self._folder(prefix))
-        named = {self._key(path): entry for path, entry in found.items()}
-        for key in sorted(key for key in named if key is not None and key.startswith(prefix)):
-            yield _info(key, named[key]) if named[key].get("size") is not None else self.stat(key)
+            entries = self._list_entries(self._folder(prefix))
+        entry_of = {self._key(path): entry for path, entry in entries.items()}
+        for key in sorted(key for key in entry_of if key is not None and key.startswith(prefix)):
+            yield _info(key, entry_of[key]) if entry_of[key].get("size") is not None else self.stat(key)
 
     def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
         if not check_folder(prefix):
@@ -167,33 +167,33 @@ class FsspecStore(Store):
         path = f"{self._root}/{name}".rstrip("/")
         return path + "/" if self._protocol in _HTTP else path
 
-    def _found(self, top: str) -> dict[str, Mapping[str, Any]]:
+    def _list_entries(self, top: str) -> dict[str, Mapping[str, Any]]:
         """Return the entries below the folder `top`, by path.
 
         It does not use fsspec's own walk, which silently skips folders that cannot be listed.
         """
-        if not _walks(self._fs):
+        if not _uses_generic_walk(self._fs):
             with contextlib.suppress(FileNotFoundError):
-                return self._bounded(self._call("find", top, seconds=_LISTING_SECONDS, detail=True))
+                return self._check_count(self._call("find", top, seconds=_LISTING_SECONDS, detail=True))
             return {}
-        found: dict[str, Mapping[str, Any]] = {}
+        entries: dict[str, Mapping[str, Any]] = {}
         folders = [top]
         for folder in folders:
             with contextlib.suppress(FileNotFoundError):
                 for entry in self._call("ls", folder, seconds=_LISTING_SECONDS, detail=True):
                     if entry["type"] != "directory":
-                        found[entry["name"]] = entry
+                        entries[entry["name"]] = entry
                     elif entry["name"].rstrip("/") != folder.rstrip("/"):
                         folders.append(entry["name"])
-            self._bounded(found, len(folders) - 1)
-        return found
+            self._check_count(entries, len(folders) - 1)
+        return entries
 
-    def _bounded(self, found: dict[str, Mapping[str, Any]], folders: int = 0) -> dict[str, Mapping[str, Any]]:
-        if len(found) + folders > LISTED:
+    def _check_count(self, entries: dict[str, Mapping[str, Any]], folders: int = 0) -> dict[str, Mapping[str, Any]]:
+        if len(entries) + folders > LISTED:
             raise CapacityError(
                 f"{self._url}: more than {LISTED:,} keys are not sorted in memory", hint="list by a longer prefix"
             )
-        return found
+        return entries
 
     def stat(self, key: str) -> ObjectInfo:
         with self._translated(key):
@@ -211,14 +211,14 @@ class FsspecStore(Store):
                 if self._call("isfile", path):
                     self._call("rm_file", path)
 
-    def _call(self, method: str, *arguments: object, seconds: float = _REQUEST_SECONDS, **more: object) -> Any:
+    def _call(self, method: str, *arguments: object, seconds: float = _REQUEST_SECONDS, **options: object) -> Any:
         """Call the file system, with a time limit if it is asynchronous; others have their own limit, or none."""
         call = getattr(self._fs, method)
         if inspect.iscoroutinefunction(
             getattr(call, "__wrapped__", None)
         ):  # fsspec then waits for the coroutine, and accepts a time limit
-            more["timeout"] = seconds
-        return call(*arguments, **more)
+            options["timeout"] = seconds
+        return call(*arguments, **options)
 
     def close(self) -> None:
         session = getattr(self._fs, "_session", None)
@@ -283,13 +283,13 @@ class FsspecStore(Store):
         except HeadraceError:
             raise
         except Exception as error:
-            raise _from(_cause(error), doing) from error
+            raise _translate(_cause(error), doing) from error
 
 
 def open_url(url: str, options: Mapping[str, object]) -> FsspecStore:
     """Open the file system of the URL's scheme, with its own options."""
-    scheme, _, rest = url.partition("://")
-    return FsspecStore(f"{scheme.lower()}://{rest}", options)
+    scheme, _, path = url.partition("://")
+    return FsspecStore(f"{scheme.lower()}://{path}", options)
 
 
 def _check_url(url: str, path: str) -> None:
@@ -309,16 +309,18 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
     if protocol in _HTTP:
         import aiohttp
 
-        waits = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, sock_connect=5, sock_read=60)
-        extra = {"encoded": True, "client_kwargs": {"timeout": waits}}
+        timeout = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, sock_connect=5, sock_read=60)
+        extra = {"encoded": True, "client_kwargs": {"timeout": timeout}}
         if options.get("public_only"):
             extra["get_client"] = _public_client
         options = {name: value for name, value in options.items() if name != "public_only"}
     try:
-        kind = fsspec.get_filesystem_class(protocol)
-        given = {**extra, **kind._get_kwargs_from_urls(url), **options}
-        inspect.signature(kind.__init__).bind(None, **given)  # first, because some raise in __del__ after a failed init
-        return fsspec.filesystem(protocol, **{**given, "skip_instance_cache": True, "use_listings_cache": False})
+        file_system_class = fsspec.get_filesystem_class(protocol)
+        arguments = {**extra, **file_system_class._get_kwargs_from_urls(url), **options}
+        inspect.signature(file_system_class.__init__).bind(
+            None, **arguments
+        )  # first, because some raise in __del__ after a failed init
+        return fsspec.filesystem(protocol, **{**arguments, "skip_instance_cache": True, "use_listings_cache": False})
     except ImportError as error:
         raise UnsupportedError(f"{url}: {error}", hint=f"install what fsspec needs for {protocol}://") from error
     except (TypeError, ValueError) as error:
@@ -326,7 +328,7 @@ def _file_system(protocol: str, url: str, options: Mapping[str, object]) -> Any:
             f"{url}: fsspec refused it: {error}", hint="check the scheme and the storage options"
         ) from error
     except Exception as error:  # those that connect at once
-        raise _from(error, f"opening {url}") from error
+        raise _translate(error, f"opening {url}") from error
 
 
 async def _public_client(**arguments: Any) -> Any:
@@ -336,7 +338,7 @@ async def _public_client(**arguments: Any) -> Any:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=public_socket), **arguments)
 
 
-def _walks(fs: Any) -> bool:
+def _uses_generic_walk(fs: Any) -> bool:
     """Whether `find` is fsspec's generic walk, folder by folder, and not this file system's own implementation."""
     if isinstance(fs, AsyncFileSystem):
         return type(fs)._find is AsyncFileSystem._find
@@ -359,18 +361,18 @@ def _no_ranges(name: str) -> UnsupportedError:
 
 def _cause(error: BaseException) -> BaseException:
     """The real error: fsspec raises FileNotFoundError for every failed HTTP request, with the real one as its cause."""
-    chain = itertools.islice(_chain(error), 8)
+    chain = itertools.islice(_error_chain(error), 8)
     kinds = (TimeoutError, ConnectionError)
     return next((e for e in chain if isinstance(e, kinds) or type(e).__module__.startswith("aiohttp")), error)
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def _from(error: BaseException, doing: str) -> HeadraceError:
+def _translate(error: BaseException, doing: str) -> HeadraceError:
     status = getattr(error, "status", None)
     if isinstance(getattr(error, "os_error", None), PrivateAddressError):
         return AccessDeniedError(

@@ -53,15 +53,15 @@ class HedgePolicy:
     floor: float = 0.01
     requests: int = 0
     hedged: int = 0
-    _seen: dict[int, deque[float]] = field(default_factory=dict)
+    _latencies: dict[int, deque[float]] = field(default_factory=dict)
 
     def begin(self, size: int) -> float | None:
         """Count a request of `size` bytes and return the seconds after which it is slow; None if not known yet."""
         self.requests += 1
-        seen = self._seen.get(_class(size), ())
-        if len(seen) < _ENOUGH:
+        latencies = self._latencies.get(_size_class(size), ())
+        if len(latencies) < _ENOUGH:
             return None
-        return max(self.floor, sorted(seen)[min(len(seen) - 1, int(len(seen) * self.percentile))])
+        return max(self.floor, sorted(latencies)[min(len(latencies) - 1, int(len(latencies) * self.percentile))])
 
     def spend(self) -> bool:
         """Return whether a second request may be sent now. If so, count it."""
@@ -71,7 +71,7 @@ class HedgePolicy:
 
     def end(self, size: int, seconds: float) -> None:
         """Record that a request of `size` bytes was answered after `seconds`."""
-        self._seen.setdefault(_class(size), deque(maxlen=_WINDOW)).append(seconds)
+        self._latencies.setdefault(_size_class(size), deque(maxlen=_WINDOW)).append(seconds)
 
 
 class Hedge(Wrapper):
@@ -102,7 +102,7 @@ class Hedge(Wrapper):
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
         if max_bytes > self._max_bytes:
             return self.inner.get(key, max_bytes=max_bytes)
-        return self._first(0, lambda: self.inner.get(key, max_bytes=max_bytes))
+        return self._first_result(0, lambda: self.inner.get(key, max_bytes=max_bytes))
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.get_ranges_into(key, [(offset, buffer)])
@@ -114,36 +114,36 @@ class Hedge(Wrapper):
             return self.inner.get_ranges_into(key, ranges)
 
         def read() -> list[memoryview]:
-            own = [memoryview(bytearray(len(target))) for target in targets]
-            self.inner.get_ranges_into(key, [(at, buffer) for (at, _), buffer in zip(ranges, own, strict=True)])
-            return own
+            buffers = [memoryview(bytearray(len(target))) for target in targets]
+            self.inner.get_ranges_into(key, [(at, buffer) for (at, _), buffer in zip(ranges, buffers, strict=True)])
+            return buffers
 
-        for target, found in zip(targets, self._first(size, read), strict=True):
-            target[:] = found
+        for target, data in zip(targets, self._first_result(size, read), strict=True):
+            target[:] = data
         return None
 
     def stat(self, key: str) -> ObjectInfo:
-        return self._first(0, lambda: self.inner.stat(key))
+        return self._first_result(0, lambda: self.inner.stat(key))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
         self.inner.close()
 
-    def _first(self, size: int, work: Callable[[], T]) -> T:
+    def _first_result(self, size: int, work: Callable[[], T]) -> T:
         """Return the result of `work`, or of a second call of it if the first one is slow."""
         began = self._clock.monotonic()
         with self._lock:
             slow_after = self.policy.begin(size)
-        result = self._raced(work, slow_after) if slow_after is not None else work()
+        result = self._race(work, slow_after) if slow_after is not None else work()
         with self._lock:
             self.policy.end(size, self._clock.monotonic() - began)
         return result
 
-    def _raced(self, work: Callable[[], T], slow_after: float) -> T:
-        first = self._started(work)
+    def _race(self, work: Callable[[], T], slow_after: float) -> T:
+        first = self._submit(work)
         if first is None:
             return work()
-        if not futures.wait([first], slow_after).done and self._may_hedge() and (second := self._started(work)):
+        if not futures.wait([first], slow_after).done and self._may_hedge() and (second := self._submit(work)):
             return _earlier(first, second)
         return first.result()
 
@@ -151,7 +151,7 @@ class Hedge(Wrapper):
         with self._lock:
             return self.policy.spend()
 
-    def _started(self, work: Callable[[], T]) -> futures.Future[T] | None:
+    def _submit(self, work: Callable[[], T]) -> futures.Future[T] | None:
         if not self._free.acquire(blocking=False):
             return None
         future = self._pool.submit(work)
@@ -161,14 +161,14 @@ class Hedge(Wrapper):
 
 def _earlier(first: futures.Future[T], second: futures.Future[T]) -> T:
     """Return the result of the request that succeeds first."""
-    done = futures.wait([first, second], return_when=futures.FIRST_COMPLETED).done
-    winner = first if first in done else second
+    completed = futures.wait([first, second], return_when=futures.FIRST_COMPLETED).done
+    winner = first if first in completed else second
     if winner.exception() is None:
         return winner.result()
     other = second if winner is first else first
     return other.result() if other.exception() is None else first.result()
 
 
-def _class(size: int) -> int:
+def _size_class(size: int) -> int:
     """The size class: sizes within a factor of four share one, and there are at most 24."""
     return max(_SMALLEST_CLASS, min(size, 1 << 62).bit_length()) // 2

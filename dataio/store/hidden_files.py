@@ -79,17 +79,17 @@ class HiddenFiles:
                 folder = self._folder()
                 path = os.path.join(folder, f"{int(time.time())}-{os.getpid()}-{secrets.token_hex(8)}")
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                if self._claimed(folder, path, fd):
+                if self._claim(folder, path, fd):
                     return path, fd
         raise TransientError(
             f"{self._root!r}: there was no folder for unfinished files in {_TRIES} tries, although each try created it",
             hint="check whether another program deletes below it, and whether files can be created on that file system",
         )
 
-    def _claimed(self, folder: str, path: str, fd: int) -> bool:
+    def _claim(self, folder: str, path: str, fd: int) -> bool:
         """Lock the new file, and remove leftovers. Returns False, with `fd` closed, if another writer removed the file."""
         try:
-            if _locked(fd, path):
+            if _lock_new_file(fd, path):
                 self._sweep(folder, path, fd)
                 return True
         except BaseException:
@@ -116,7 +116,7 @@ class HiddenFiles:
             _remove_stale(folder, path, os.fstat(fd).st_mtime - _STALE_SECONDS)
 
 
-def _locked(fd: int, path: str) -> bool:
+def _lock_new_file(fd: int, path: str) -> bool:
     """Lock the new file at `path` while `fd` is open.
 
     Returns False if another writer removed the file first, because it was not locked yet.
@@ -130,16 +130,16 @@ def _locked(fd: int, path: str) -> bool:
     return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
 
 
-def _remove_stale(folder: str, own: str, before: float) -> None:
+def _remove_stale(folder: str, own_path: str, cutoff: float) -> None:
     """Remove hidden files of killed writers that were last changed before the time `before`, but never the file `own`.
 
     One call examines at most `_STALE_SCAN` files. The age selects files, because earlier releases wrote without a lock.
     The lock tells whether the writer is dead.
     """
     with os.scandir(folder) as entries:
-        for entry in itertools.islice((entry for entry in entries if entry.path != own), _STALE_SCAN):
+        for entry in itertools.islice((entry for entry in entries if entry.path != own_path), _STALE_SCAN):
             with contextlib.suppress(OSError):
-                if entry.stat(follow_symlinks=False).st_mtime < before:
+                if entry.stat(follow_symlinks=False).st_mtime < cutoff:
                     _remove_if_dead(entry.path)
 
 
@@ -174,22 +174,22 @@ def _sync(fd: int, path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        found = from_os_error(error, f"writing: fsync of {path!r}")
-        if not isinstance(found, TransientError):
+        translated = from_os_error(error, f"writing: fsync of {path!r}")
+        if not isinstance(translated, TransientError):
             raise
         raise HeadraceError(
-            f"{found.message}: the last writes may be lost",
+            f"{translated.message}: the last writes may be lost",
             hint="check the disk or mount, then write it again; older objects are unchanged",
         ) from error
 
 
 def make_folders(folder: str) -> None:
     """Create `folder` and its parents. The parent of every created folder is fsynced."""
-    missing = list(itertools.takewhile(lambda f: not os.path.isdir(f), _ancestors(folder)))
-    for new in reversed(missing):
+    missing_folders = list(itertools.takewhile(lambda f: not os.path.isdir(f), _ancestors(folder)))
+    for new_folder in reversed(missing_folders):
         with contextlib.suppress(FileExistsError):
-            os.mkdir(new)
-            sync_folder(os.path.dirname(new))
+            os.mkdir(new_folder)
+            sync_folder(os.path.dirname(new_folder))
 
 
 def _ancestors(folder: str) -> Iterator[str]:

@@ -55,9 +55,9 @@ class Mounts(Store):
 
     @property
     def location(self) -> Location:
-        base, others = self.base.location, {name: store.location for name, store in sorted(self.mounted.items())}
-        described = {name: {"url": at.url, "options": dict(at.options)} for name, at in others.items()}
-        shareable = base.shareable and all(at.shareable for at in others.values())
+        base, mounted = self.base.location, {name: store.location for name, store in sorted(self.mounted.items())}
+        described = {name: {"url": at.url, "options": dict(at.options)} for name, at in mounted.items()}
+        shareable = base.shareable and all(at.shareable for at in mounted.values())
         return Location(base.url, {**base.options, OPTION: described}, shareable)
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
@@ -90,8 +90,8 @@ class Mounts(Store):
         return self.base.put_multipart(self._writable(key), parts)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        own = (info for info in self.base.list(prefix) if not info.key.startswith(PREFIX))
-        return heapq.merge(own, *self._list_mounted(prefix), key=lambda info: info.key)
+        from_base = (info for info in self.base.list(prefix) if not info.key.startswith(PREFIX))
+        return heapq.merge(from_base, *self._list_mounted(prefix), key=lambda info: info.key)
 
     def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
         """List folders. `mounts` and the name of every mount are listed even if the mounted store is empty."""
@@ -99,11 +99,11 @@ class Mounts(Store):
             return iter(())
         if prefix.startswith(PREFIX):
             return self._mounted_folders(prefix[len(PREFIX) :], after)
-        own = self.base.list_folders(prefix, after=after)
+        from_base = self.base.list_folders(prefix, after=after)
         if prefix:
-            return own
+            return from_base
         mounts = [_FOLDER] if self.mounted and is_after(OPTION, after) else []
-        return heapq.merge((name for name in own if name != _FOLDER), mounts, key=lambda name: name + "/")
+        return heapq.merge((name for name in from_base if name != _FOLDER), mounts, key=lambda name: name + "/")
 
     def _mounted_folders(self, below: str, after: str) -> Iterator[str]:
         name, _, prefix = below.partition("/")
@@ -113,8 +113,8 @@ class Mounts(Store):
 
     def stat(self, key: str) -> ObjectInfo:
         store, inner = self._route(key)
-        found = store.stat(inner)
-        return ObjectInfo(key, found.size, found.modified)
+        info = store.stat(inner)
+        return ObjectInfo(key, info.size, info.modified)
 
     def delete_many(self, keys: Iterable[str]) -> None:
         self.base.delete_many(self._writable(key) for key in keys)
@@ -139,7 +139,7 @@ class Mounts(Store):
         for name, store in self.mounted.items():
             root = f"{PREFIX}{name}/"
             if root.startswith(prefix) or prefix.startswith(root):
-                yield _listed(store, root, prefix[len(root) :])
+                yield _list_below(store, root, prefix[len(root) :])
 
     def _route(self, key: str) -> tuple[Store, str]:
         if not check_key(key).startswith(PREFIX):
@@ -155,7 +155,7 @@ class Mounts(Store):
         return key
 
 
-def _listed(store: Store, root: str, prefix: str) -> Iterator[ObjectInfo]:
+def _list_below(store: Store, root: str, prefix: str) -> Iterator[ObjectInfo]:
     for info in store.list(prefix):
         yield ObjectInfo(root + info.key, info.size, info.modified)
 
@@ -181,16 +181,16 @@ def open_mounts(base: Store, described: object, opener: Callable[..., Store]) ->
     with contextlib.ExitStack() as undo:
         undo.callback(base.close)
         mounted: dict[str, Store] = {}
-        for name, url, options in _described(described):
+        for name, url, options in _parse_mounts(described):
             check_mount(name, options)
             mounted[name] = opener(url, storage_options=options)
             undo.callback(mounted[name].close)
-        made = Mounts(base, mounted)
+        mounts = Mounts(base, mounted)
         undo.pop_all()
-        return made
+        return mounts
 
 
-def _described(described: object) -> Iterator[tuple[str, str, Mapping[str, object]]]:
+def _parse_mounts(described: object) -> Iterator[tuple[str, str, Mapping[str, object]]]:
     for name, entry in described.items() if isinstance(described, Mapping) else [("", described)]:
         url = entry.get("url") if isinstance(entry, Mapping) else None
         options = entry.get("options", {}) if isinstance(entry, Mapping) else None

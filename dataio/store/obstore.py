@@ -65,12 +65,12 @@ class ObstoreRequests(BucketClient):
     async def get(self, doing: str, key: str, max_bytes: int) -> bytes:
         async def request(client: Any) -> bytes:
             async with asyncio.timeout(self._seconds()):
-                found = await obstore.get_async(client, key)
-            size = found.meta["size"]
+                response = await obstore.get_async(client, key)
+            size = response.meta["size"]
             if size > max_bytes:
                 raise too_large(doing.removeprefix("reading "), size, max_bytes)
             async with asyncio.timeout(self._seconds(size)):
-                return (await found.bytes_async()).to_bytes()
+                return (await response.bytes_async()).to_bytes()
 
         return await self._send(doing, request, None)
 
@@ -82,17 +82,17 @@ class ObstoreRequests(BucketClient):
 
     async def stream(self, doing: str, key: str, start: int, stop: int, pour: Pour) -> str | None:
         async def request(client: Any) -> str | None:
-            found = await obstore.get_async(client, key, options={"range": (start, stop)})
-            async for chunk in found.stream(min_chunk_size=_CHUNK):
+            response = await obstore.get_async(client, key, options={"range": (start, stop)})
+            async for chunk in response.stream(min_chunk_size=_CHUNK):
                 pour(memoryview(chunk))
-            return found.meta["e_tag"]
+            return response.meta["e_tag"]
 
         return await self._send(doing, request, self._seconds(stop - start))
 
     async def head(self, doing: str, key: str) -> Head:
         async def request(client: Any) -> Head:
-            found = await obstore.head_async(client, key)
-            return Head(found["size"], found["last_modified"])
+            meta = await obstore.head_async(client, key)
+            return Head(meta["size"], meta["last_modified"])
 
         return await self._send(doing, request, self._seconds())
 
@@ -113,14 +113,14 @@ def possible_markers(listed: Iterable[tuple[str, Head]]) -> list[str]:
 
     These are empty objects, and objects whose name is also the folder of another one.
     """
-    found = list(listed)
+    entries = list(listed)
     folders = set[str]()
-    for name, _ in found:
+    for name, _ in entries:
         folder = name.rpartition("/")[0]
         while folder and folder not in folders:
             folders.add(folder)
             folder = folder.rpartition("/")[0]
-    return [name for name, head in found if not head.size or name in folders]
+    return [name for name, head in entries if not head.size or name in folders]
 
 
 class ObstoreS3Client(ObstoreRequests, S3Client):
@@ -154,39 +154,39 @@ class ObstoreS3Client(ObstoreRequests, S3Client):
             return []
 
         try:
-            found = await self._send(doing, request, self._seconds())
+            page_entries = await self._send(doing, request, self._seconds())
         except HeadraceError as error:
             if type(error) is HeadraceError:  # an answer that obstore does not understand
                 return None
             raise
-        listed = [(one["path"], Head(one["size"], one["last_modified"])) for one in found]
+        listed = [(entry["path"], Head(entry["size"], entry["last_modified"])) for entry in page_entries]
         return listed if 0 < len(listed) <= _PAGE_KEYS and not possible_markers(listed) else None
 
     async def _send(self, doing: str, request: Callable[[Any], Awaitable[T]], seconds: float | None) -> T:
         async def once() -> T:
-            client = await self._connected(doing)
+            client = await self._current_client(doing)
             with translated_obstore(self.config, doing):
                 async with asyncio.timeout(seconds):
                     return await request(client)
 
         return await self._with_renewed_credentials(doing, once)
 
-    async def _connected(self, doing: str) -> Any:
+    async def _current_client(self, doing: str) -> Any:
         """Return obstore's client for the current keys. botocore refreshes keys that expire."""
         keys = self._keys if self._chain is None else self._chain.fixed or await self._chain_keys(self._chain, doing)
-        known = self._obstore  # `reconnect` may drop it
-        if known is None or known[0] != keys:
+        current = self._obstore  # `reconnect` may drop it
+        if current is None or current[0] != keys:
             mark_started()
-            known = self._obstore = (keys, _s3_client(self.config, keys))
-        return known[1]
+            current = self._obstore = (keys, _s3_client(self.config, keys))
+        return current[1]
 
     async def _chain_keys(self, chain: CredentialChain, doing: str) -> Keys:
         with translated_s3(self.config, doing):
             async with asyncio.timeout(self._seconds()):
-                found = await chain.current()
-        if found is None:
+                chain_keys = await chain.current()
+        if chain_keys is None:
             raise AccessDeniedError(f"{doing}: no credentials were found for {self.config.endpoint}", hint=CHECK_KEYS)
-        return found
+        return chain_keys
 
 
 def _s3_client(config: S3Config, keys: Keys | None) -> Any:

@@ -151,8 +151,8 @@ def _back_end_of(scheme: str) -> BackEnd:
     from fsspec.registry import known_implementations, registry
 
     if scheme not in registry and scheme not in known_implementations:
-        known = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
-        raise UnsupportedError(f"no store for {scheme}:// URLs", hint=f"give {known}")
+        hint = "a path, file:///path, s3://bucket/prefix, or a scheme of fsspec"
+        raise UnsupportedError(f"no store for {scheme}:// URLs", hint=f"give {hint}")
     return _FSSPEC
 
 

@@ -6,6 +6,7 @@ Invariants:
   `link` (`put_if_absent`) gives the file its name. Last, all directories from the file's own up to the root are
   fsynced. So a killed writer leaves at most a hidden file.
 * Below the root, no symbolic link is followed for reading, writing or listing.
+* A listing skips files and folders whose path is not a valid key, such as names with a backslash.
 
 Failure behaviour: an errno becomes a Headrace error (`core.errors`). If `link` fails with EEXIST, or with an error that
 leaves the outcome unknown (a lost NFS reply), the store reads the object back, as the contract requires. A failed fsync
@@ -96,14 +97,14 @@ class PosixStore(Store):
         self.get_ranges_into(key, [(offset, buffer)])
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        direct = self._past_the_cache(key)
+        direct = self._bypasses_page_cache(key)
         with self._reading(key) as file:
-            wanted = [(offset, writable_bytes(buffer)) for offset, buffer in ranges]
-            for offset, target in wanted:
+            targets = [(offset, writable_bytes(buffer)) for offset, buffer in ranges]
+            for offset, target in targets:
                 check_range(self._name(key), offset, len(target), file.size)
-            if direct and len(wanted) > 1:
-                direct, wanted = False, fill_together(file.fd, wanted)
-            for offset, target in wanted:
+            if direct and len(targets) > 1:
+                direct, targets = False, fill_together(file.fd, targets)
+            for offset, target in targets:
                 file.fill(offset, target, direct=direct)
 
     def open_file(self, key: str) -> int | None:
@@ -114,7 +115,7 @@ class PosixStore(Store):
         with self._reading(key) as file:
             return os.dup(file.fd)
 
-    def _past_the_cache(self, key: str) -> bool:
+    def _bypasses_page_cache(self, key: str) -> bool:
         return self._direct or any(key.startswith(prefix) for prefix in self._once)
 
     def read_once(self, prefix: str) -> None:
@@ -142,7 +143,7 @@ class PosixStore(Store):
                     raise _no_hard_links(self._root) from error
                 if error.errno not in AMBIGUOUS:
                     raise
-                return self._won(key, path, data, error)
+                return self._holds_own_body(key, path, data, error)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         if check_prefix(prefix):
@@ -202,7 +203,7 @@ class PosixStore(Store):
         path = self._path(key)
         with translate_os_errors(f"reading {path}"):
             try:
-                file = _OpenFile.of(path, openat2.open_plain(path)) or self._looked_up(path)
+                file = _OpenFile.of(path, openat2.open_plain(path)) or self._open_step_by_step(path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 raise NotFoundError(f"{path!r} does not exist", hint="check the path and the key") from None
             try:
@@ -210,14 +211,14 @@ class PosixStore(Store):
             finally:
                 os.close(file.fd)
 
-    def _looked_up(self, path: str) -> _OpenFile:
+    def _open_step_by_step(self, path: str) -> _OpenFile:
         """Open the file without openat2: to find the error, or because the kernel is older than Linux 5.6."""
         os.lstat(path)  # raises for a missing file, and for folders that this process may not enter
         self._refuse_links(path)
-        found = _OpenFile.of(path, os.open(path, openat2.FLAGS))
-        if found is None:
+        file = _OpenFile.of(path, os.open(path, openat2.FLAGS))
+        if file is None:
             raise FileNotFoundError(path)
-        return found
+        return file
 
     def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
         """Yield the objects under `folder` that match `prefix`, in key order.
@@ -230,12 +231,14 @@ class PosixStore(Store):
             key = base + name
             if key == TEMPORARY or not (key + "/" if is_folder else key).startswith(prefix[: len(key) + is_folder]):
                 continue
+            if not is_key(key):  # a folder of such a name has no objects either
+                continue
             if is_folder:
                 yield from self._walk(key, prefix)
             elif key.startswith(prefix):
                 with contextlib.suppress(FileNotFoundError):
-                    found = os.stat(self._name(key), follow_symlinks=False)
-                    yield ObjectInfo(key, found.st_size, found.st_mtime)
+                    status = os.stat(self._name(key), follow_symlinks=False)
+                    yield ObjectInfo(key, status.st_size, status.st_mtime)
 
     # writing
 
@@ -260,11 +263,11 @@ class PosixStore(Store):
             except FileNotFoundError:
                 continue
             _named()
-            self._sync_up(folder)
+            self._sync_to_root(folder)
             return
         raise TransientError(f"{folder!r} was removed {_PUBLISH_TRIES} times while it was being written to")
 
-    def _sync_up(self, folder: str) -> None:
+    def _sync_to_root(self, folder: str) -> None:
         """fsync `folder` and its parents up to the root, since another process may have just made them."""
         while True:
             sync_folder(folder)
@@ -272,7 +275,7 @@ class PosixStore(Store):
                 return
             folder = os.path.dirname(folder)
 
-    def _won(self, key: str, path: str, data: Buffer, cause: OSError) -> bool:
+    def _holds_own_body(self, key: str, path: str, data: Buffer, cause: OSError) -> bool:
         try:
             present = self.get(key, max_bytes=limits.JSON_DOCUMENT_BYTES)
         except CapacityError:
@@ -283,7 +286,7 @@ class PosixStore(Store):
             raise AmbiguousWriteError(
                 f"could not tell whether {path!r} was written: {cause}", hint="try again; the write is idempotent"
             ) from cause
-        self._sync_up(os.path.dirname(path))
+        self._sync_to_root(os.path.dirname(path))
         return present == bytes(data)
 
     def _prune(self, folder: str) -> None:
@@ -330,11 +333,11 @@ class _OpenFile(msgspec.Struct, frozen=True):
         """Wrap `fd` if it is a regular file. Otherwise close it and return None."""
         if fd is None:
             return None
-        found = os.fstat(fd)
-        if not st.S_ISREG(found.st_mode):
+        status = os.fstat(fd)
+        if not st.S_ISREG(status.st_mode):
             os.close(fd)
             return None
-        return cls(path, fd, found.st_size, found.st_mtime)
+        return cls(path, fd, status.st_size, status.st_mtime)
 
     def fill(self, offset: int, buffer: memoryview, *, direct: bool = False) -> None:
         start, stop = fill_directly(self.fd, offset, buffer) if direct else (0, 0)
@@ -357,8 +360,8 @@ def _sorted_names(path: str) -> list[tuple[str, bool]]:
             kinds = [(e.name, e.is_dir(follow_symlinks=False), e.is_file(follow_symlinks=False)) for e in entries]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(name, is_folder) for name, is_folder, is_file in kinds if is_folder or is_file]
-    return sorted(found, key=lambda entry: entry[0] + "/" * entry[1])
+    listed = [(name, is_folder) for name, is_folder, is_file in kinds if is_folder or is_file]
+    return sorted(listed, key=lambda entry: entry[0] + "/" * entry[1])
 
 
 def _no_hard_links(root: str) -> UnsupportedError:

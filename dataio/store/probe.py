@@ -50,13 +50,13 @@ def probe_preconditions(store: Store, prefix: str = "") -> ProbeResult:
     """Write one key twice, conditionally, with different bodies. If both succeed, the store ignores preconditions."""
     with _scratch(store, prefix) as key:
         try:
-            first = store.put_if_absent(key, _body())
-            second = store.put_if_absent(key, _body())
+            first_accepted = store.put_if_absent(key, _body())
+            second_accepted = store.put_if_absent(key, _body())
         except UnsupportedError as error:
             return ProbeResult(False, f"the store refuses conditional writes: {error.message}")
-        if not first:
+        if not first_accepted:
             return ProbeResult(False, "a conditional write to a new key was refused")
-        if second:
+        if second_accepted:
             return ProbeResult(
                 False, "a conditional write to a key that exists was accepted: the precondition is ignored"
             )
@@ -79,15 +79,15 @@ def certify(store: Store, prefix: str, writers: int, rounds: int) -> Iterator[Ra
 
 
 def _race(store: Store, key: str, writers: int, pool: concurrent.futures.Executor) -> Race:
-    bodies, together = [_body() for _ in range(writers)], threading.Barrier(writers)
+    bodies, barrier = [_body() for _ in range(writers)], threading.Barrier(writers)
 
     def write(body: bytes) -> bool:
-        together.wait(timeout=60)
+        barrier.wait(timeout=60)
         return store.put_if_absent(key, body)
 
-    won = list(pool.map(write, bodies))
-    held = store.get(key)
-    return Race(sum(won), any(success and body == held for success, body in zip(won, bodies, strict=True)))
+    outcomes = list(pool.map(write, bodies))
+    stored = store.get(key)
+    return Race(sum(outcomes), any(success and body == stored for success, body in zip(outcomes, bodies, strict=True)))
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Span(msgspec.Struct, frozen=True):
 def plan(ranges: Sequence[Range]) -> list[Span]:
     """Return the spans that read `ranges` of (offset, buffer). Ranges may be in any order and overlap."""
     spans: list[Span] = []
-    for offset, buffer in sorted(_cut(ranges), key=lambda r: r[0]):
+    for offset, buffer in sorted(_cut_to_spans(ranges), key=lambda r: r[0]):
         last = spans[-1] if spans else None
         if last and last.stop <= offset <= last.stop + GAP_BYTES and offset + len(buffer) - last.start <= SPAN_BYTES:
             gap = ((offset - last.stop, None),) if offset > last.stop else ()
@@ -57,7 +57,7 @@ def plan(ranges: Sequence[Range]) -> list[Span]:
     return spans
 
 
-def _cut(ranges: Sequence[Range]) -> Iterator[Range]:
+def _cut_to_spans(ranges: Sequence[Range]) -> Iterator[Range]:
     for offset, buffer in ranges:
         for at in range(0, len(buffer), SPAN_BYTES):
             yield offset + at, buffer[at : at + SPAN_BYTES]
@@ -127,7 +127,7 @@ class _Reader:
                 raise
             await self._check_length(span, scatter.count)
 
-        await _each(spans, stream, min(PARALLEL, len(spans)))
+        await _for_each(spans, stream, min(PARALLEL, len(spans)))
         if len(versions) > 1:
             raise TransientError(f"{self._name} was replaced while it was read", hint="read it again")
 
@@ -149,7 +149,7 @@ class _Scatter:
     def __init__(self, span: Span) -> None:
         self._segments = iter(span.segments)
         self._target: memoryview | None = None
-        self._left = 0
+        self._segment_left = 0
         self.count = 0
         """The bytes that have arrived."""
 
@@ -157,16 +157,18 @@ class _Scatter:
         data = memoryview(chunk)
         self.count += len(data)
         while data:
-            while not self._left:
-                self._left, self._target = next(self._segments, (len(data), None))  # surplus bytes have no target
-            n = min(self._left, len(data))
+            while not self._segment_left:
+                self._segment_left, self._target = next(
+                    self._segments, (len(data), None)
+                )  # surplus bytes have no target
+            n = min(self._segment_left, len(data))
             if self._target is not None:
                 self._target[:n] = data[:n]
                 self._target = self._target[n:]
-            self._left, data = self._left - n, data[n:]
+            self._segment_left, data = self._segment_left - n, data[n:]
 
 
-async def _each(items: Iterable[T], work: Callable[[T], Awaitable[None]], width: int) -> None:
+async def _for_each(items: Iterable[T], work: Callable[[T], Awaitable[None]], width: int) -> None:
     """Await `work(item)` for all `items`, `width` at a time. The first error cancels the others and waits for them."""
     todo = iter(items)
 

@@ -52,10 +52,10 @@ class Policy(msgspec.Struct, frozen=True):
         its clients do not all return at once. If it asked for none, the pause is at least half of this attempt's
         longest one.
         """
-        most = min(self.longest, self.first * 2.0 ** (tries - 1))
+        longest = min(self.longest, self.first * 2.0 ** (tries - 1))
         if isinstance(error, SlowDownError):
-            return error.seconds + draw * most if error.seconds is not None else most * (1 + draw) / 2
-        return draw * most
+            return error.seconds + draw * longest if error.seconds is not None else longest * (1 + draw) / 2
+        return draw * longest
 
     def again(self, tries: int, elapsed: float, pause: float) -> bool:
         """Whether another attempt may follow `tries` failed ones."""
@@ -127,19 +127,19 @@ class Retry(Wrapper):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List objects. If a page fails, continue after the last key that was delivered."""
-        last = ""
+        last_key = ""
         pages = self.inner.list(prefix)
 
         def advance() -> ObjectInfo | None:
             nonlocal pages
             try:
-                return next((info for info in pages if info.key > last), None)
+                return next((info for info in pages if info.key > last_key), None)
             except TransientError:
                 pages = self.inner.list(prefix)  # a generator that raised is finished
                 raise
 
         while (info := call(advance, self._policy, self._clock)) is not None:
-            last = info.key
+            last_key = info.key
             yield info
 
     def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:

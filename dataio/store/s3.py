@@ -128,9 +128,11 @@ class S3Store(BucketStore):
             yield from (info for info in infos if info is not None and info.key.startswith(prefix))
             return
         pages = self._pages(base + prefix)
-        first = next(pages)
-        found = itertools.chain.from_iterable(map(self._infos, itertools.chain([first], pages)))
-        yield from _sorted(found, lambda info: info.key, self._config.url) if _lists_by_folder(first) else found
+        first_page = next(pages)
+        listed = itertools.chain.from_iterable(map(self._infos, itertools.chain([first_page], pages)))
+        yield from (
+            _sort_listing(listed, lambda info: info.key, self._config.url) if _lists_by_folder(first_page) else listed
+        )
 
     def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
         """List folders through s3fs, 1,000 in each request.
@@ -140,11 +142,15 @@ class S3Store(BucketStore):
         if not check_folder(prefix):
             return
         full = self._base + prefix
-        first, pages = self._folder_pages(full, after)
+        first_page, pages = self._folder_pages(full, after)
         prefixes = (entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", ()))
         names = (name for name, _ in itertools.groupby(path[len(full) :].rstrip("/") for path in prefixes))
-        known = (name for name in names if is_key(prefix + name) and is_after(name, after))
-        yield from _sorted(known, lambda name: name + "/", self._config.url) if _lists_by_folder(first) else known
+        folders = (name for name in names if is_key(prefix + name) and is_after(name, after))
+        yield from (
+            _sort_listing(folders, lambda name: name + "/", self._config.url)
+            if _lists_by_folder(first_page)
+            else folders
+        )
 
     def _folder_pages(self, full: str, after: str) -> tuple[dict[str, Any], Iterator[dict[str, Any]]]:
         """Return the first page and all pages of the folders of `full`. The pages have every folder after `after`.
@@ -154,15 +160,15 @@ class S3Store(BucketStore):
         SeaweedFS sorts by name, so with `after` "a-b" it also skips "a". In such cases everything is listed.
         """
         pages = self._pages(full, Delimiter="/", **({"StartAfter": f"{full}{after}/"} if after else {}))
-        first = next(pages)
-        if _lists_by_folder(first) and any(character < "/" for character in after):
+        first_page = next(pages)
+        if _lists_by_folder(first_page) and any(character < "/" for character in after):
             pages = self._pages(full, Delimiter="/")
-            first = next(pages)
-        return first, itertools.chain([first], pages)
+            first_page = next(pages)
+        return first_page, itertools.chain([first_page], pages)
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        rest = iter(keys)
-        while batch := [{"Key": self._config.full_key(key)} for key in itertools.islice(rest, _DELETE_BATCH)]:
+        remaining = iter(keys)
+        while batch := [{"Key": self._config.full_key(key)} for key in itertools.islice(remaining, _DELETE_BATCH)]:
             self._client.run(self._delete(batch))
 
     # listing
@@ -173,14 +179,14 @@ class S3Store(BucketStore):
 
     def _pages(self, prefix: str, **options: str) -> Iterator[dict[str, Any]]:
         """Yield s3fs's responses, one for each page. `options` are further parameters of `list_objects_v2`."""
-        more: dict[str, object] = {}
+        continuation: dict[str, object] = {}
         while True:
-            doing, wanted = f"listing {self._config.url}", {"Prefix": prefix, **options, **more}
-            page = self._client.run(self._client.call("list_objects_v2", doing, **wanted))
+            doing, parameters = f"listing {self._config.url}", {"Prefix": prefix, **options, **continuation}
+            page = self._client.run(self._client.call("list_objects_v2", doing, **parameters))
             yield page
             if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
                 return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
+            continuation = {"ContinuationToken": page["NextContinuationToken"]}
 
     def _infos(self, page: dict[str, Any]) -> Iterator[ObjectInfo]:
         """Yield the objects of a page. Names that are not valid keys, such as `folder/`, are skipped."""
@@ -192,8 +198,8 @@ class S3Store(BucketStore):
 
     async def _delete(self, batch: Sequence[dict[str, str]]) -> None:
         doing = f"deleting in {self._config.url}"
-        answer = await self._client.call("delete_objects", doing, Delete={"Objects": batch, "Quiet": True})
-        for failed in answer.get("Errors", ()):
+        response = await self._client.call("delete_objects", doing, Delete={"Objects": batch, "Quiet": True})
+        for failed in response.get("Errors", ()):
             if failed.get("Code") not in ("NoSuchKey", "404"):
                 kind = AccessDeniedError if failed.get("Code") == "AccessDenied" else TransientError
                 raise kind(f"{doing}: {failed.get('Key')}: {failed.get('Code')}: {failed.get('Message')}")
@@ -205,14 +211,14 @@ def _lists_by_folder(page: dict[str, Any]) -> bool:
     return str(headers.get("server", "")).startswith("SeaweedFS")
 
 
-def _sorted(found: Iterator[T], key: Callable[[T], str], url: str) -> list[T]:
-    some = list(itertools.islice(found, _SORTED_LISTING + 1))
-    if len(some) > _SORTED_LISTING:
+def _sort_listing(items: Iterator[T], key: Callable[[T], str], url: str) -> list[T]:
+    listed = list(itertools.islice(items, _SORTED_LISTING + 1))
+    if len(listed) > _SORTED_LISTING:
         raise CapacityError(
             f"{url}: this server does not list by key, and more than {_SORTED_LISTING:,} keys are not sorted in memory",
             hint="list by a longer prefix",
         )
-    return sorted(some, key=key)
+    return sorted(listed, key=key)
 
 
 def open_url(url: str, options: Mapping[str, object]) -> S3Store:
@@ -276,7 +282,7 @@ class Upload:
         try:
             for number, block in enumerate(stream, 1):
                 size += block.getbuffer().nbytes
-                self._client.run(self._admit(number, block))
+                self._client.run(self._start_part(number, block))
             self._client.run(self._drain(0))
             _uploaded()
             self._client.run(self._complete())
@@ -286,37 +292,41 @@ class Upload:
             raise
 
     async def _begin(self) -> None:
-        self._id = (await self._retried("create_multipart_upload", Metadata={_NONCE: self._nonce}))["UploadId"]
+        self._id = (await self._call_with_retries("create_multipart_upload", Metadata={_NONCE: self._nonce}))[
+            "UploadId"
+        ]
         if self._entry is not None:
             self._entry.log.begun(self._entry.key, self._id)
 
-    async def _admit(self, number: int, block: io.BytesIO) -> None:
+    async def _start_part(self, number: int, block: io.BytesIO) -> None:
         await self._drain(IN_FLIGHT - 1)
-        self._waiting.append(asyncio.create_task(self._part(number, block)))
+        self._waiting.append(asyncio.create_task(self._send_part(number, block)))
 
-    async def _drain(self, left: int) -> None:
-        while len(self._waiting) > left:
+    async def _drain(self, limit: int) -> None:
+        while len(self._waiting) > limit:
             self._done.append(await self._waiting[0])
             self._waiting.popleft()
 
-    async def _part(self, number: int, block: io.BytesIO) -> dict[str, Any]:
-        answer = await self._retried("upload_part", UploadId=self._id, PartNumber=number, Body=block)
+    async def _send_part(self, number: int, block: io.BytesIO) -> dict[str, Any]:
+        response = await self._call_with_retries("upload_part", UploadId=self._id, PartNumber=number, Body=block)
         _part_sent()
-        return {"PartNumber": number, "ETag": answer["ETag"]}
+        return {"PartNumber": number, "ETag": response["ETag"]}
 
     async def _complete(self) -> None:
         try:
-            await self._retried("complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": self._done})
+            await self._call_with_retries(
+                "complete_multipart_upload", UploadId=self._id, MultipartUpload={"Parts": self._done}
+            )
         except NoSuchUploadError as error:  # an earlier attempt may have completed it, but its response was lost
             with contextlib.suppress(NotFoundError):
-                head = await self._retried("head_object")
+                head = await self._call_with_retries("head_object")
                 if head.get("Metadata", {}).get(_NONCE) == self._nonce:
                     return
             raise AmbiguousWriteError(
                 f"could not tell whether the upload of {self._name} was completed: {error}"
             ) from error
 
-    def _retried(self, operation: str, **parameters: object) -> Coroutine[Any, Any, dict[str, Any]]:
+    def _call_with_retries(self, operation: str, **parameters: object) -> Coroutine[Any, Any, dict[str, Any]]:
         async def once() -> dict[str, Any]:
             if isinstance(body := parameters.get("Body"), io.BytesIO):
                 body.seek(0)
@@ -327,7 +337,7 @@ class Upload:
     def _abort(self) -> None:
         try:
             self._client.run(self._cancel())
-            self._client.run(self._retried("abort_multipart_upload", UploadId=self._id))
+            self._client.run(self._call_with_retries("abort_multipart_upload", UploadId=self._id))
             if self._entry is not None:
                 self._entry.log.ended(self._entry.key, None)
         except NoSuchUploadError:

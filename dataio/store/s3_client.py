@@ -53,10 +53,10 @@ def connect(config: S3Config) -> S3Client:
     else:
         from headrace.dataio.store.obstore import ObstoreS3Client, lost_in_fork
 
-        found = lost_in_fork() or config.unsupported_by_obstore()
-        if found is None:
+        obstacle = lost_in_fork() or config.unsupported_by_obstore()
+        if obstacle is None:
             return ObstoreS3Client(config)
-        reason, hint = found, "set HEADRACE_S3=s3fs, or leave it unset"
+        reason, hint = obstacle, "set HEADRACE_S3=s3fs, or leave it unset"
     if config.client is not None:
         raise UnsupportedError(f"{config.url} cannot be served by obstore: {reason}", hint=hint)
     _logger.debug("%s is served by s3fs: %s", config.url, reason)
@@ -79,7 +79,7 @@ class S3Client(BucketClient):
     async def get(self, doing: str, key: str, max_bytes: int) -> bytes:
         data = bytearray()
 
-        def check(answer: Mapping[str, Any], size: int) -> None:
+        def check(response: Mapping[str, Any], size: int) -> None:
             if size > max_bytes:
                 raise too_large(doing.removeprefix("reading "), size, max_bytes)
 
@@ -92,19 +92,19 @@ class S3Client(BucketClient):
         return data
 
     async def stream(self, doing: str, key: str, start: int, stop: int, pour: Pour) -> str | None:
-        def check(answer: Mapping[str, Any], size: int) -> None:
-            _check_range_answer(doing, answer, size, start, stop)
+        def check(response: Mapping[str, Any], size: int) -> None:
+            _check_range_response(doing, response, size, start, stop)
 
-        where = {"Key": key, "Range": f"bytes={start}-{stop - 1}"}
-        return await self._with_renewed_credentials(doing, lambda: self._get_object(doing, where, check, pour))
+        request = {"Key": key, "Range": f"bytes={start}-{stop - 1}"}
+        return await self._with_renewed_credentials(doing, lambda: self._get_object(doing, request, check, pour))
 
     async def head(self, doing: str, key: str) -> Head:
-        answer = await self.call("head_object", doing, Key=key)
-        return Head(_length_of(answer, f"{doing}: {self.config.endpoint}"), answer["LastModified"])
+        response = await self.call("head_object", doing, Key=key)
+        return Head(_content_length(response, f"{doing}: {self.config.endpoint}"), response["LastModified"])
 
     async def put(self, doing: str, key: str, body: memoryview, create: bool = False) -> None:
-        more = {"IfNoneMatch": "*"} if create else {}
-        await self.call("put_object", doing, Key=key, Body=io.BytesIO(body), **more)
+        condition = {"IfNoneMatch": "*"} if create else {}
+        await self.call("put_object", doing, Key=key, Body=io.BytesIO(body), **condition)
 
     async def list_page(self, doing: str, folder: str) -> list[tuple[str, Head]] | None:
         """Return all keys below `folder`, in any order, if one cheap request can list them; else None."""
@@ -122,27 +122,27 @@ class S3Client(BucketClient):
         with translated_s3(self.config, doing):
             client = await self._s3fs.client()
             async with asyncio.timeout(self._seconds(size)):
-                answer: dict[str, Any] = await getattr(client, operation)(Bucket=self.config.bucket, **parameters)
-            return answer
+                response: dict[str, Any] = await getattr(client, operation)(Bucket=self.config.bucket, **parameters)
+            return response
 
     async def _get_object(
-        self, doing: str, where: Mapping[str, str], check: Callable[[Mapping[str, Any], int], None], pour: Pour
+        self, doing: str, request: Mapping[str, str], check: Callable[[Mapping[str, Any], int], None], pour: Pour
     ) -> str | None:
         # no name for a time limit: it refers to its task, so a cancelled task would keep the caller's buffers alive
         with translated_s3(self.config, doing):
             client = await self._s3fs.client()
             async with asyncio.timeout(self._seconds()):
-                answer = await client.get_object(Bucket=self.config.bucket, **where)
-            body = answer["Body"]
+                response = await client.get_object(Bucket=self.config.bucket, **request)
+            body = response["Body"]
             try:  # closing a body before its end drops the connection
-                size = _length_of(answer, f"{doing}: {self.config.endpoint}")
-                check(answer, size)
+                size = _content_length(response, f"{doing}: {self.config.endpoint}")
+                check(response, size)
                 async with asyncio.timeout(self._seconds(size)):
                     while chunk := await body.read(_CHUNK):
                         pour(chunk)
             finally:
                 body.close()
-            version: str | None = answer.get("ETag")
+            version: str | None = response.get("ETag")
             return version
 
     async def _with_renewed_credentials(self, doing: str, request: Callable[[], Awaitable[T]]) -> T:
@@ -189,17 +189,17 @@ class _S3fs:
             await asyncio.sleep(0)  # let the transports close
 
 
-def _length_of(answer: Mapping[str, Any], where: str) -> int:
-    size = answer.get("ContentLength")
+def _content_length(response: Mapping[str, Any], source: str) -> int:
+    size = response.get("ContentLength")
     if not isinstance(size, int):
-        raise HeadraceError(f"{where} did not say how long the object is", hint="check whether this is an S3 server")
+        raise HeadraceError(f"{source} did not say how long the object is", hint="check whether this is an S3 server")
     return size
 
 
-def _check_range_answer(doing: str, answer: Mapping[str, Any], size: int, start: int, stop: int) -> None:
-    status = answer["ResponseMetadata"]["HTTPStatusCode"]
-    found = _CONTENT_RANGE.fullmatch(answer.get("ContentRange", ""))
-    if status == 206 and found and int(found[1]) == start and int(found[2]) < stop:
+def _check_range_response(doing: str, response: Mapping[str, Any], size: int, start: int, stop: int) -> None:
+    status = response["ResponseMetadata"]["HTTPStatusCode"]
+    content_range = _CONTENT_RANGE.fullmatch(response.get("ContentRange", ""))
+    if status == 206 and content_range and int(content_range[1]) == start and int(content_range[2]) < stop:
         return
     if status == 200 and start == 0 and size == stop:
         return

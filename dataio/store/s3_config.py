@@ -45,13 +45,16 @@ class S3Config:
     """A bucket and how to reach it.
 
     Args:
-        bucket: The bucket. prefix: A key prefix without slashes at its ends; `""` for the bucket's root.
-        endpoint_url: The server's URL; None for AWS. region: The region; None if it is not known. path_style: Whether
-        the bucket's name is in the path of a URL, not in the host name. options: Further options of s3fs, without
-        secrets. shareable: Whether another process can open the store from `public`. credentials: Further options of
-        s3fs that are secret, or may be. ca_bundle: A file of certificates to trust. Default: those of the system.
-        client: One of `CLIENTS`, which must be used. Default: the fastest available. Only this process uses the
-        setting.
+        bucket: The bucket.
+        prefix: A key prefix without slashes at its ends; `""` for the bucket's root.
+        endpoint_url: The server's URL; None for AWS.
+        region: The region; None if it is not known.
+        path_style: Whether the bucket's name is in the path of a URL, not in the host name.
+        options: Further options of s3fs, without secrets.
+        shareable: Whether another process can open the store from `public`.
+        credentials: Further options of s3fs that are secret, or may be.
+        ca_bundle: A file of certificates to trust. Default: those of the system.
+        client: One of `CLIENTS`, which must be used, in this process only. Default: the fastest available.
     """
 
     bucket: str
@@ -90,15 +93,19 @@ class S3Config:
     @property
     def public(self) -> dict[str, object]:
         """The options with which another process can open this store."""
-        known = {"endpoint_url": self.endpoint_url, "region": self.region, "path_style": self.path_style}
-        return {name: value for name, value in known.items() if value is not None} | dict(self.options)
+        settings = {"endpoint_url": self.endpoint_url, "region": self.region, "path_style": self.path_style}
+        return {name: value for name, value in settings.items() if value is not None} | dict(self.options)
 
     @property
     def keys(self) -> tuple[str, str, str | None] | None:
         """Access key, secret and session token given as options."""
         client = _mapping(self.credentials, "client_kwargs")
-        found = [self.credentials.get(o) or client.get(b) for o, b in zip(_CREDENTIALS, _BOTO_CREDENTIALS, strict=True)]
-        return (str(found[0]), str(found[1]), str(found[2]) if found[2] else None) if found[0] and found[1] else None
+        values = [
+            self.credentials.get(o) or client.get(b) for o, b in zip(_CREDENTIALS, _BOTO_CREDENTIALS, strict=True)
+        ]
+        return (
+            (str(values[0]), str(values[1]), str(values[2]) if values[2] else None) if values[0] and values[1] else None
+        )
 
     @property
     def anonymous(self) -> bool:
@@ -131,22 +138,22 @@ class S3Config:
     @property
     def verify(self) -> object:
         """Which certificates to trust: False for any, a string for those in a file, None for the system's."""
-        given = _mapping(self.options, "client_kwargs").get("verify")
-        return self.ca_bundle if given is None or given is True else given
+        value = _mapping(self.options, "client_kwargs").get("verify")
+        return self.ca_bundle if value is None or value is True else value
 
     def unsupported_by_obstore(self) -> str | None:
         """Return why obstore cannot serve this configuration, for messages; None if it can."""
-        given = _merged(self.options, self.credentials)
-        config = _mapping(given, "config_kwargs")
-        beyond = [
-            *(_mapping(given, "client_kwargs").keys() - {"verify", *_BOTO_CREDENTIALS}),
+        arguments = _merged(self.options, self.credentials)
+        config = _mapping(arguments, "config_kwargs")
+        unsupported = [
+            *(_mapping(arguments, "client_kwargs").keys() - {"verify", *_BOTO_CREDENTIALS}),
             *(config.keys() - {"connect_timeout", "read_timeout", "max_pool_connections", "retries", "s3"}),
             *(_mapping(config, "s3").keys() - {"addressing_style", "payload_signing_enabled"}),
             *(["use_ssl"] if self.options.get("use_ssl") is False else []),
         ]
         if not self.endpoint_url and not self.region:
             return "no region is set (AWS_REGION or the option region)"
-        return f"it has no equivalent of the option {sorted(beyond)[0]}" if beyond else None
+        return f"it has no equivalent of the option {sorted(unsupported)[0]}" if unsupported else None
 
     def full_key(self, key: str) -> str:
         """The key in the bucket: the prefix and the store's key."""
@@ -164,7 +171,7 @@ class S3Config:
             "use_listings_cache": False,
         }
 
-    def _config_arguments(self, given: dict[str, object]) -> dict[str, object]:
+    def _config_arguments(self, options: dict[str, object]) -> dict[str, object]:
         style = "path" if self.path_style else "virtual" if self.endpoint_url else "auto"
         defaults: dict[str, object] = {
             "connect_timeout": CONNECT_SECONDS,
@@ -175,27 +182,33 @@ class S3Config:
             "response_checksum_validation": "when_required",
             "s3": {"addressing_style": style, "payload_signing_enabled": False},
         }
-        return _merged(defaults, given) | {"retries": {"total_max_attempts": 1}}
+        return _merged(defaults, options) | {"retries": {"total_max_attempts": 1}}
 
 
 def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = os.environ) -> S3Config:
     """Make the configuration for `s3://bucket/prefix` and the caller's storage options."""
     if unknown := sorted(set(options) - {*_CREDENTIALS, *_S3FS_OPTIONS, *_HEADRACE_OPTIONS}):
-        known = ", ".join((*_HEADRACE_OPTIONS, *_CREDENTIALS, *_S3FS_OPTIONS))
-        raise UsageError(f"unknown S3 storage option {', '.join(unknown)}", hint=f"known are {known}")
+        known_options = ", ".join((*_HEADRACE_OPTIONS, *_CREDENTIALS, *_S3FS_OPTIONS))
+        raise UsageError(f"unknown S3 storage option {', '.join(unknown)}", hint=f"known are {known_options}")
     bucket, prefix = _bucket_and_prefix(url)
     client = _mapping(options, "client_kwargs")
-    if twice := [b for o, b in zip(_CREDENTIALS, _BOTO_CREDENTIALS, strict=True) if options.get(o) and client.get(b)]:
-        raise UsageError(f"{twice[0]} in client_kwargs is given twice", hint="leave one of the two out")
-    endpoint = _first(options.get("endpoint_url"), client.pop("endpoint_url", None), *_from(environ, _ENDPOINTS))
-    region = _first(options.get("region"), client.pop("region_name", None), *_from(environ, _REGIONS))
+    if duplicates := [
+        b for o, b in zip(_CREDENTIALS, _BOTO_CREDENTIALS, strict=True) if options.get(o) and client.get(b)
+    ]:
+        raise UsageError(f"{duplicates[0]} in client_kwargs is given twice", hint="leave one of the two out")
+    endpoint = _first_given(
+        options.get("endpoint_url"), client.pop("endpoint_url", None), *_variables(environ, _ENDPOINTS)
+    )
+    region = _first_given(options.get("region"), client.pop("region_name", None), *_variables(environ, _REGIONS))
     if endpoint is not None:
         _check_endpoint(endpoint)
-    path_style = options.get("path_style", _style_of(options, endpoint))
-    rest = {name: value for name, value in options.items() if name not in _HEADRACE_OPTIONS} | {"client_kwargs": client}
-    rest = {name: value for name, value in rest.items() if value not in (None, {})}
-    public = _public(rest)
-    hidden = _hidden(rest, public)
+    path_style = options.get("path_style", _uses_path_style(options, endpoint))
+    other_options = {name: value for name, value in options.items() if name not in _HEADRACE_OPTIONS} | {
+        "client_kwargs": client
+    }
+    other_options = {name: value for name, value in other_options.items() if value not in (None, {})}
+    public = _public_options(other_options)
+    secret = _secret_options(other_options, public)
     return S3Config(
         bucket=bucket,
         prefix=prefix,
@@ -203,8 +216,8 @@ def parse(url: str, options: Mapping[str, object], environ: Mapping[str, str] = 
         region=region or ("us-east-1" if endpoint else None),
         path_style=bool(path_style),
         options=public,
-        shareable=not hidden,
-        credentials=hidden,
+        shareable=not secret,
+        credentials=secret,
         ca_bundle=environ.get("AWS_CA_BUNDLE") or None,
         client=_client(options.get("client") or environ.get("HEADRACE_S3") or None),
     )
@@ -249,7 +262,7 @@ def _check_endpoint(endpoint: str) -> None:
         raise UsageError("the endpoint URL contains credentials", hint="put them into the AWS variables or a profile")
 
 
-def _style_of(options: Mapping[str, object], endpoint: str | None) -> bool:
+def _uses_path_style(options: Mapping[str, object], endpoint: str | None) -> bool:
     """Whether to use path style.
 
     It is the default for every endpoint except Amazon's, because few servers have a host name for each bucket.
@@ -258,11 +271,11 @@ def _style_of(options: Mapping[str, object], endpoint: str | None) -> bool:
     return style == "path" or (style == "auto" and endpoint is not None and ".amazonaws.com" not in endpoint)
 
 
-def _from(environ: Mapping[str, str], names: tuple[str, ...]) -> list[str | None]:
+def _variables(environ: Mapping[str, str], names: tuple[str, ...]) -> list[str | None]:
     return [environ.get(name) for name in names]
 
 
-def _first(*candidates: object) -> str | None:
+def _first_given(*candidates: object) -> str | None:
     return next((str(c) for c in candidates if c), None)
 
 
@@ -273,33 +286,33 @@ def _mapping(options: Mapping[str, object], name: str) -> dict[str, object]:
     return dict(value)
 
 
-def _public(options: Mapping[str, object]) -> dict[str, object]:
+def _public_options(options: Mapping[str, object]) -> dict[str, object]:
     """Return the options named in `_PUBLIC`, except values that hold a secret, such as the password of a proxy."""
-    found: dict[str, object] = {}
+    public: dict[str, object] = {}
     for name, inner in _PUBLIC.items():
         if name not in options or (inner is None and has_secrets({name: options[name]})):
             continue
-        given = options[name]
+        value = options[name]
         if inner is not None:
-            whole = _mapping(options, name)
-            given = {one: value for one, value in whole.items() if one in inner and not has_secrets({one: value})}
-        if given != {}:
-            found[name] = given
-    return found
+            entries = _mapping(options, name)
+            value = {entry: v for entry, v in entries.items() if entry in inner and not has_secrets({entry: v})}
+        if value != {}:
+            public[name] = value
+    return public
 
 
-def _hidden(options: Mapping[str, object], public: Mapping[str, object]) -> dict[str, object]:
+def _secret_options(options: Mapping[str, object], public: Mapping[str, object]) -> dict[str, object]:
     """Return the nested `options` without those in `public`."""
-    found: dict[str, object] = {}
+    hidden: dict[str, object] = {}
     for name, value in options.items():
-        shown = public.get(name)
-        if isinstance(value, Mapping) and isinstance(shown, Mapping):
-            value = {one: inner for one, inner in value.items() if one not in shown}
+        public_value = public.get(name)
+        if isinstance(value, Mapping) and isinstance(public_value, Mapping):
+            value = {entry: inner for entry, inner in value.items() if entry not in public_value}
         elif name in public:
             continue
         if value not in (None, {}):
-            found[name] = value
-    return found
+            hidden[name] = value
+    return hidden
 
 
 def _merged(base: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:

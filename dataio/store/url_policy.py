@@ -60,11 +60,11 @@ def allowed_options(url: str, options: Mapping[str, object]) -> dict[str, Any]:
     if scheme == "s3" and not _BUCKET.fullmatch(url.partition("://")[2].partition("/")[0]):
         raise UsageError(f"{url!r} names no bucket")
     kinds = _MOUNTED[scheme]
-    kept = {name: value for name, value in options.items() if name in kinds and value is not None}
-    for name, value in kept.items():
+    allowed = {name: value for name, value in options.items() if name in kinds and value is not None}
+    for name, value in allowed.items():
         if type(value) is not kinds[name] or (name == "region" and not _REGION.fullmatch(str(value))):
             raise UsageError(f"{url!r}: {value!r:.100} is not a value of the option {name}")
-    return kept
+    return allowed
 
 
 def sendable(url: str, options: Mapping[str, object]) -> bool:
@@ -80,16 +80,16 @@ def is_public(address: str) -> bool:
 
     Addresses of this machine, of its networks and of its cloud's metadata service are not.
     """
-    found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour
-        if found in _NAT64:
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(str(inner))
-        if found not in _GLOBAL:
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv6Address):
+        embedded = ip.ipv4_mapped or ip.sixtofour
+        if ip in _NAT64:
+            embedded = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
+        if embedded is not None:
+            return is_public(str(embedded))
+        if ip not in _GLOBAL:
             return False
-    return found.is_global and not found.is_multicast and not any(found in network for network in _CLOUD_SERVICES)
+    return ip.is_global and not ip.is_multicast and not any(ip in network for network in _CLOUD_SERVICES)
 
 
 def public_socket(address: tuple[Any, ...]) -> socket.socket:

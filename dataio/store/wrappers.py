@@ -91,21 +91,21 @@ class Wrapper(Store):
         self._through("delete_many", key, 0, lambda: self.inner.abort_upload(key, upload))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        found = self.inner.list(prefix)
-        yield from self._through("list", prefix, 0, lambda: [*itertools.islice(found, 1)])
-        yield from found
+        infos = self.inner.list(prefix)
+        yield from self._through("list", prefix, 0, lambda: [*itertools.islice(infos, 1)])
+        yield from infos
 
     def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
-        found = self.inner.list_folders(prefix, after=after)
-        yield from self._through("list", prefix, 0, lambda: [*itertools.islice(found, 1)])
-        yield from found
+        names = self.inner.list_folders(prefix, after=after)
+        yield from self._through("list", prefix, 0, lambda: [*itertools.islice(names, 1)])
+        yield from names
 
     def stat(self, key: str) -> ObjectInfo:
         return self._through("stat", key, 0, lambda: self.inner.stat(key))
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        wanted = [*keys]
-        self._through("delete_many", "", 0, lambda: self.inner.delete_many(wanted))
+        key_list = [*keys]
+        self._through("delete_many", "", 0, lambda: self.inner.delete_many(key_list))
 
     def invalidate(self, key: str) -> bool:
         return self.inner.invalidate(key)
@@ -312,7 +312,7 @@ class Budget:
             with self._changed:
                 while not ticket.admitted:
                     if self._state.expired(ticket, self._clock.monotonic()):
-                        raise self._too_long(cost, doing)
+                        raise self._timeout_error(cost, doing)
                     self._changed.wait(min(_WAIT_SECONDS, max(0.001, ticket.deadline - self._clock.monotonic())))
             yield
         finally:
@@ -320,7 +320,7 @@ class Budget:
                 self._state.leave(ticket)
                 self._changed.notify_all()
 
-    def _too_long(self, cost: int, doing: str) -> DeadlineError:
+    def _timeout_error(self, cost: int, doing: str) -> DeadlineError:
         state = self._state
         return DeadlineError(
             f"{doing}: waited {state.timeout:g} s for {limits.format_bytes(cost)} of a budget of "

@@ -136,7 +136,7 @@ class StoreConformance(FolderConformance):
     def test_many_ranges_of_any_order_size_and_overlap_are_filled(self, store: Store) -> None:
         body = some_bytes(20 * MIB)
         store.put("k", body)
-        wanted = [
+        ranges = [
             (0, 10),
             (10, 10),
             (30, 5),
@@ -146,9 +146,9 @@ class StoreConformance(FolderConformance):
             (300_000, 0),
             (200_000, 70_001),
         ]
-        buffers = [bytearray(length) for _, length in wanted]
-        store.get_ranges_into("k", [(at, memoryview(b)) for (at, _), b in zip(wanted, buffers, strict=True)])
-        for (offset, length), buffer in zip(wanted, buffers, strict=True):
+        buffers = [bytearray(length) for _, length in ranges]
+        store.get_ranges_into("k", [(at, memoryview(b)) for (at, _), b in zip(ranges, buffers, strict=True)])
+        for (offset, length), buffer in zip(ranges, buffers, strict=True):
             assert buffer == body[offset : offset + length]
 
     def test_a_buffer_that_cannot_be_filled_is_refused(self, store: Store) -> None:
@@ -280,16 +280,16 @@ class StoreConformance(FolderConformance):
 
     def test_of_many_threads_one_wins(self, store: Store) -> None:
         bodies = [f"writer {i}".encode() for i in range(self.racers)]
-        together = threading.Barrier(self.racers)
+        barrier = threading.Barrier(self.racers)
 
         def write(body: bytes) -> bool:
-            together.wait(60)
+            barrier.wait(60)
             return store.put_if_absent("race/k", body)
 
         with concurrent.futures.ThreadPoolExecutor(self.racers) as pool:
-            won = list(pool.map(write, bodies))
-        assert won.count(True) == 1
-        assert store.get("race/k") == bodies[won.index(True)]
+            outcomes = list(pool.map(write, bodies))
+        assert outcomes.count(True) == 1
+        assert store.get("race/k") == bodies[outcomes.index(True)]
 
     def test_of_many_processes_one_wins(self, store: Store, store_url: str) -> None:
         writers = [_writer("race", store_url, "race/k", f"writer {i}") for i in range(4)]
@@ -312,11 +312,11 @@ class StoreConformance(FolderConformance):
             stop.set()
 
         def read() -> int:
-            seen = 0
+            reads = 0
             while not stop.is_set():
                 assert store.get("k") in bodies
-                seen += 1
-            return seen
+                reads += 1
+            return reads
 
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             readers = [pool.submit(read) for _ in range(2)]
@@ -435,12 +435,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(prefix=st.sampled_from(["", "a/", "b/", "a/a-b/"]), after=st.sampled_from(["", "0", "a", "a-b", "b"]))
     def list_folders(self, prefix: str, after: str) -> None:
-        found = list(self.store.list_folders(prefix, after=after))
-        full = [key for key in self.model if key.startswith(prefix)]
-        holding = {key[len(prefix) :].partition("/")[0] for key in full if "/" in key[len(prefix) :]}
-        assert found == sorted({*found}, key=lambda name: name + "/")
-        assert all(is_after(name, after) for name in found)
-        assert {*found} >= {name for name in holding if is_after(name, after)}
+        listed = list(self.store.list_folders(prefix, after=after))
+        matching = [key for key in self.model if key.startswith(prefix)]
+        folders = {key[len(prefix) :].partition("/")[0] for key in matching if "/" in key[len(prefix) :]}
+        assert listed == sorted({*listed}, key=lambda name: name + "/")
+        assert all(is_after(name, after) for name in listed)
+        assert {*listed} >= {name for name in folders if is_after(name, after)}
 
     @invariant()
     def holds_what_the_model_holds(self) -> None:

@@ -66,7 +66,7 @@ class _Plan:
     fault: Fault
     method: str
     path: str
-    left: int
+    remaining: int
     seconds: float
 
 
@@ -110,7 +110,7 @@ class FaultProxy:
         parts = urllib.parse.urlsplit(upstream)
         self._upstream = (parts.hostname or "127.0.0.1", parts.port or 80)
         self._plans: list[_Plan] = []
-        self._bucket, self._back = _Bucket(rate), _Bucket(answers)
+        self._bucket, self._response_bucket = _Bucket(rate), _Bucket(answers)
         self._tasks: set[asyncio.Task[None] | None] = set()  # a loop has only weak references to its tasks
         self.requests: deque[Request] = deque(maxlen=REQUESTS)
         """The requests, newest last: method, path with query, and the bytes of the body."""
@@ -173,8 +173,8 @@ class FaultProxy:
         method, path = head.words[:2]
         with self._lock:
             for plan in self._plans:
-                if plan.left and plan.method in ("", method) and plan.path in path:
-                    plan.left -= 1
+                if plan.remaining and plan.method in ("", method) and plan.path in path:
+                    plan.remaining -= 1
                     self.fired[plan.fault] += 1
                     return plan
         return None
@@ -211,27 +211,27 @@ class FaultProxy:
         if fault is Fault.REFUSE:
             return _reset(writer)
         if plan is not None and (fault in _APPLIES or fault in _PROXY_ANSWERS):
-            return await self._instead(reader, writer, request, length, plan)
+            return await self._respond_instead(reader, writer, request, length, plan)
         if fault in (Fault.DRIP_HEAD, Fault.CONTINUE):
             return await _drip(writer, fault)
         server.write(request.raw)
-        answer = None
+        response = None
         if request.header("expect"):
-            answer = _Head(await upstream.readuntil(b"\r\n\r\n"))
-            if answer.words[1] == "100":
-                writer.write(answer.raw)
-                answer = None
-        if answer is None:
+            response = _Head(await upstream.readuntil(b"\r\n\r\n"))
+            if response.words[1] == "100":
+                writer.write(response.raw)
+                response = None
+        if response is None:
             await self._bucket.pass_on(reader, server, length)
-            answer = _Head(await upstream.readuntil(b"\r\n\r\n"))
+            response = _Head(await upstream.readuntil(b"\r\n\r\n"))
         if fault is Fault.LOSE_ANSWER:
             return _reset(writer)
-        writer.write(answer.raw)
-        if request.words[0] != "HEAD" and answer.words[1] not in ("204", "304"):
-            self.answered += int(answer.header("content-length") or 0)
-        return await _answer_body(upstream, writer, request, answer, fault, self._back)
+        writer.write(response.raw)
+        if request.words[0] != "HEAD" and response.words[1] not in ("204", "304"):
+            self.answered += int(response.header("content-length") or 0)
+        return await _pass_on_body(upstream, writer, request, response, fault, self._response_bucket)
 
-    async def _instead(
+    async def _respond_instead(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: _Head, length: int, plan: _Plan
     ) -> bool:
         """Apply a fault that reads the request's body, and sends it on later or never."""
@@ -244,12 +244,12 @@ class FaultProxy:
             self._do_later(request, body, plan.seconds)
             return _reset(writer)
         if plan.fault in _APPLIES:
-            answer = await self._applied(request, body)
+            response = await self._forward(request, body)
         if plan.fault is Fault.TWICE:
             self._do_later(request, body, plan.seconds)
         else:
-            answer = _error(*_PROXY_ANSWERS[plan.fault])
-        writer.write(answer)
+            response = _error(*_PROXY_ANSWERS[plan.fault])
+        writer.write(response)
         with contextlib.suppress(OSError):
             await writer.drain()
         return False
@@ -258,13 +258,13 @@ class FaultProxy:
         async def later() -> None:
             await asyncio.sleep(seconds)
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-                answer = await self._applied(request, body)
-                self.later.append(int(_Head(answer).words[1]))
+                response = await self._forward(request, body)
+                self.later.append(int(_Head(response).words[1]))
 
         self._tasks.add(task := asyncio.get_running_loop().create_task(later()))
         task.add_done_callback(self._tasks.discard)
 
-    async def _applied(self, request: _Head, body: bytes) -> bytes:
+    async def _forward(self, request: _Head, body: bytes) -> bytes:
         """Send the request over a new connection, and return the server's whole response."""
         lines = [
             line
@@ -280,20 +280,20 @@ class FaultProxy:
             server.close()
 
 
-async def _answer_body(
+async def _pass_on_body(
     upstream: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     request: _Head,
-    answer: _Head,
+    response: _Head,
     fault: Fault | None,
     bucket: _Bucket,
 ) -> bool:
-    if request.words[0] == "HEAD" or answer.words[1] in ("204", "304"):
+    if request.words[0] == "HEAD" or response.words[1] in ("204", "304"):
         await writer.drain()
         return True
-    if "chunked" in answer.header("transfer-encoding"):
+    if "chunked" in response.header("transfer-encoding"):
         return await _pass_on_chunks(upstream, writer)
-    length = int(answer.header("content-length") or 0)
+    length = int(response.header("content-length") or 0)
     half = length // 2
     half = 0 if fault is Fault.DRIP_BODY else half
     await bucket.pass_on(upstream, writer, half)
@@ -363,8 +363,8 @@ async def _drip(writer: asyncio.StreamWriter, fault: Fault) -> bool:
 
 
 async def _drip_bytes(writer: asyncio.StreamWriter, data: bytes, step: int = 1) -> None:
-    for at in range(0, len(data), step):
-        writer.write(data[at : at + step])
+    for start in range(0, len(data), step):
+        writer.write(data[start : start + step])
         await writer.drain()
         await asyncio.sleep(DRIP_SECONDS)
 

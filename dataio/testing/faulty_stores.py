@@ -50,14 +50,17 @@ class Fault(enum.Enum):
     DELAY = "it succeeds after `seconds`"
 
 
-_BEFORE: dict[Fault, type[HeadraceError]] = {
+_WITHOUT_EFFECT: dict[Fault, type[HeadraceError]] = {
     Fault.TRANSIENT: TransientError,
     Fault.SLOW_DOWN: SlowDownError,
     Fault.DENIED: AccessDeniedError,
     Fault.FULL: CapacityError,
     Fault.CORRUPT: CorruptionError,
 }
-_AFTER: dict[Fault, type[HeadraceError]] = {Fault.LOST_ANSWER: TransientError, Fault.AMBIGUOUS: AmbiguousWriteError}
+_AFTER_EFFECT: dict[Fault, type[HeadraceError]] = {
+    Fault.LOST_ANSWER: TransientError,
+    Fault.AMBIGUOUS: AmbiguousWriteError,
+}
 
 
 @dataclass(slots=True)
@@ -102,7 +105,7 @@ class Faulty(Wrapper):
 
         rule = self._pick("get", key)
         if rule is not None and rule.fault is Fault.FLIP_BIT:
-            return bytes(self._flipped(bytearray(work())))
+            return bytes(self._flip_bit(bytearray(work())))
         return self._with_fault(rule, "get", key, work)
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
@@ -110,7 +113,7 @@ class Faulty(Wrapper):
         self._with_fault(rule, "get_into", key, lambda: self.inner.get_ranges_into(key, ranges))
         filled = [buffer for _, buffer in ranges if buffer.nbytes]
         if rule is not None and rule.fault is Fault.FLIP_BIT and filled:
-            self._flipped(filled[0])
+            self._flip_bit(filled[0])
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.get_ranges_into(key, [(offset, buffer)])
@@ -140,20 +143,20 @@ class Faulty(Wrapper):
         text = f"{operation} {key!r}: injected: {rule.fault.value}"
         if rule.fault is Fault.SLOW_DOWN:
             raise SlowDownError(text, seconds=rule.seconds or None)
-        if kind := _BEFORE.get(rule.fault):
+        if kind := _WITHOUT_EFFECT.get(rule.fault):
             raise kind(text)
         if rule.fault is Fault.DELAY:
             self._clock.sleep(rule.seconds)
         result = work()
-        if kind := _AFTER.get(rule.fault):
+        if kind := _AFTER_EFFECT.get(rule.fault):
             raise kind(text)
         return result
 
-    def _flipped(self, data: T) -> T:
+    def _flip_bit(self, data: T) -> T:
         with self._lock:
-            at = self._draw.randrange(len(data)) if len(data) else None  # type: ignore[arg-type] # bytearray or memoryview
-        if at is not None:
-            data[at] ^= 1  # type: ignore[index]
+            position = self._draw.randrange(len(data)) if len(data) else None  # type: ignore[arg-type] # bytearray or memoryview
+        if position is not None:
+            data[position] ^= 1  # type: ignore[index]
         return data
 
 
@@ -196,16 +199,16 @@ class Late(Wrapper):
             self.inner.put(write.key, write.data)
 
     def put(self, key: str, data: Buffer) -> None:
-        self._sent(Write(key, bytes(data)))
+        self._record(Write(key, bytes(data)))
         super().put(key, data)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
-        self._sent(Write(key, bytes(data), if_absent=True))
+        self._record(Write(key, bytes(data), if_absent=True))
         return super().put_if_absent(key, data)
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
         data = b"".join(bytes(part) for part in parts)
-        self._sent(Write(key, data))
+        self._record(Write(key, data))
         return super().put_multipart(key, [data])
 
     def put_logged(self, key: str, parts: Iterable[Buffer], log: UploadLog) -> int:
@@ -213,10 +216,10 @@ class Late(Wrapper):
 
     def delete_many(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._sent(Write(key, None))
+            self._record(Write(key, None))
             super().delete_many([key])
 
-    def _sent(self, write: Write) -> None:
+    def _record(self, write: Write) -> None:
         self.writes.append(write)
         if self._left and self._hold in write.key:
             self._left -= 1

@@ -140,10 +140,10 @@ def _binary(name: str, distribution: str, extra: str) -> str:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    found = next((str(f.locate()) for f in files if f.name == name), None) or shutil.which(name)
-    if found is None:
+    path = next((str(f.locate()) for f in files if f.name == name), None) or shutil.which(name)
+    if path is None:
         raise UnsupportedError(f"the program {name!r} is not installed", hint=f"pip install 'headrace[{extra}]'")
-    return os.path.realpath(found)
+    return os.path.realpath(path)
 
 
 def _start(command: Callable[[Path, int, Keys], list[str]]) -> S3Server:
@@ -183,9 +183,9 @@ def _spawn(command: Callable[[Path, int, Keys], list[str]], port: int, keys: Key
 def _free_ports() -> int:
     """The first of `_PORTS` consecutive ports that are free now."""
     for _ in range(1000):
-        first = random.randrange(_FIRST_PORT, _LAST_PORT, _PORTS)
-        if all(_is_free(port) for port in range(first, first + _PORTS)):
-            return first
+        first_port = random.randrange(_FIRST_PORT, _LAST_PORT, _PORTS)
+        if all(_is_free(port) for port in range(first_port, first_port + _PORTS)):
+            return first_port
     raise TransientError(f"no {_PORTS} consecutive free ports on loopback", hint="end some servers and try again")
 
 
@@ -238,9 +238,9 @@ def _sweep_sockets() -> None:
     """Remove the sockets of servers that were killed with their parent. These are old and have no listener."""
     for path in _SOCKET_FOLDER.glob("seaweedfs-*-grpc-*.sock"):
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
-            ours = path.stat().st_uid == os.geteuid() and time.time() - path.stat().st_mtime > _READY_SECONDS
+            is_stale = path.stat().st_uid == os.geteuid() and time.time() - path.stat().st_mtime > _READY_SECONDS
             if (
-                ours
+                is_stale
                 and _port_of(path) in range(_FIRST_PORT, _LAST_PORT)
                 and probe.connect_ex(str(path)) == ECONNREFUSED
             ):
@@ -272,7 +272,7 @@ def _rclone_command(rclone: str, folder: Path, port: int, keys: Keys) -> list[st
 def _wait_ready(server: S3Server) -> None:
     """Wait until a bucket can be created, and an object written and read."""
     deadline = time.monotonic() + _READY_SECONDS
-    last: Exception | None = None
+    last_error: Exception | None = None
     with _client(server.endpoint, server.keys, owner=True) as client:
         while time.monotonic() < deadline:
             if server.process.poll() is not None:
@@ -280,10 +280,10 @@ def _wait_ready(server: S3Server) -> None:
             try:
                 return _round_trip(client)
             except Exception as error:  # a server that is starting may send any response
-                last = error
+                last_error = error
                 time.sleep(0.05)
     raise DeadlineError(
-        f"the S3 server was not ready in {_READY_SECONDS:.0f} s: {last}; its log ends: {_log_end(server)}"
+        f"the S3 server was not ready in {_READY_SECONDS:.0f} s: {last_error}; its log ends: {_log_end(server)}"
     )
 
 

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Makes what buddies need: a CA of their own, and a certificate and key for each node.
+# Makes a CA for buddies, and a certificate and a key for each node.
 #
 #   certificates.sh DIRECTORY NAME[,NAME...] ...
 #
-# Each argument after the directory is one node: its host name or address as it stands in the other's `buddy` setting, and more names
-# after commas. Writes DIRECTORY/ca.pem (for tls_ca, everywhere) and DIRECTORY/<first name>.{pem,key} (tls_cert and tls_key, on that
+# Each argument after the directory is one node: its host name or address, as in the other node's `buddy` setting, and further
+# names after commas. Writes DIRECTORY/ca.pem (for tls_ca, everywhere) and DIRECTORY/<first name>.{pem,key} (tls_cert and tls_key, on that
 # node only). DIRECTORY/ca.key signs more nodes later: keep it off the nodes. DAYS is how long certificates last (365).
 set -eu
 umask 077

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Slurm's Epilog, as root on every node of a job: when the user's last job on the node is over, the user's sidecar is told to drain.
-# It finishes what was staged, on its own time; the epilog does not wait for it.
-# All of it is done as the user: the directory is the user's, and a link in it may lead anywhere.
+# Slurm's Epilog, as root on every node of a job. When the user's last job on the node has ended, it tells the user's sidecar to
+# drain. The sidecar finishes the staged checkpoints; the epilog does not wait for it.
+# All commands run as the user, because the directory belongs to the user, and a link in it may lead anywhere.
 set -u
 user=${SLURM_JOB_USER:?}
 [ "$(id -un)" = "$user" ] && as_user=() || as_user=(runuser -u "$user" --)

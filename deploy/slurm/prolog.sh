@@ -1,8 +1,8 @@
 #!/bin/bash
 # Slurm's Prolog, as root on every node of a job: one sidecar for the job's user, shared by all jobs of that user on the node.
-# A prolog that fails drains the node, so trouble here is logged and the job runs without a sidecar, as it can.
-# Root makes two directories, in directories that only root can write to, and gives them to the user. Everything below them is
-# the user's: it is opened, made and run as the user, since a link there may lead anywhere.
+# A prolog that fails drains the node. So the prolog logs errors, and the job then runs without a sidecar.
+# Root makes two directories, in directories that only root can write to, and gives them to the user. Everything below them
+# is opened, made and run as the user, because a link there may lead anywhere.
 set -u
 user=${SLURM_JOB_USER:?}
 run=${HEADRACE_RUN_DIR:-/run}/headrace-$user
@@ -10,8 +10,8 @@ cache=${HEADRACE_CACHE_DIR:-/var/cache}/headrace-$user
 [ "$(id -un)" = "$user" ] && as_user=() || as_user=(runuser -u "$user" --)
 fail() { logger -t headrace "job ${SLURM_JOB_ID:-?}: $1" 2>/dev/null; exit 0; }
 
-# whether no one but root can put anything into the directory $1, or anything else in place of a link or directory on the way to it;
-# in a sticky directory entries are their owners' own
+# whether only root can write to the directory $1, and only root can replace a link or directory in its path;
+# in a sticky directory only their owners can replace entries
 only_roots() {
   namei -l -- "$1" 2>/dev/null | awk '
     NR == 1 { next }  # the path itself
@@ -21,7 +21,7 @@ only_roots() {
     END { exit NR < 2 || others || writable }'
 }
 
-# the directory $1, private to the user; one that exists is left as it is
+# make the directory $1, private to the user; an existing one is not changed
 private() {
   local above there
   above=$(dirname -- "$1") there=$above
@@ -45,7 +45,7 @@ cd "$run" && chmod 0700 . && mkdir -p jobs && : > "jobs/$4" && exec 9> prolog.lo
 status() { "$headrace" sidecar status --socket "$run/sidecar.sock" > /dev/null 2>&1 < /dev/null; }
 status && exit 0
 mv -f sidecar.log sidecar.log.old 2> /dev/null
-# in a session of its own, with nothing of the prolog's but its log
+# in its own session, and with no open file of the prolog except the log
 HEADRACE_SIDECAR_CACHE_DIR=$2 setsid "$headrace" sidecar run --socket "$run/sidecar.sock" \
   ${HEADRACE_SLURM_OPTIONS:-} < /dev/null > sidecar.log 2>&1 9>&- &
 for _ in $(seq 100); do

@@ -103,10 +103,10 @@ class CachePlan:
         for file_id, block in parts:
             file = self._tiers.files.get(file_id)
             if file is not None and block in file.in_flight:  # else the file was lost meanwhile
-                self._arrived(file, block, out)
+                self._complete_part(file, block, out)
         return [*out, *self._prefetch()] if parts else out
 
-    def _arrived(self, file: CacheFile, block: int, out: list[Instruction]) -> None:
+    def _complete_part(self, file: CacheFile, block: int, out: list[Instruction]) -> None:
         for number in self._in_flight.fetched(file, block):
             ticket = self._in_flight.tickets.pop(number)
             if ticket.file is not None:
@@ -177,14 +177,16 @@ class CachePlan:
         Returns the file's number. Returns None if there is no room, the tier has a file of the object, or another version
         of the object is known.
         """
-        place, blocks = self._tiers.all[tier], set(blocks)
-        last = (obj.size - 1) // self.block_bytes
-        cost = len(blocks) * self.block_bytes - ((last + 1) * self.block_bytes - obj.size if last in blocks else 0)
-        known = self._tiers.versions.get((obj.source, obj.key), obj) != obj or obj in place.linked
-        full = place.used + cost > place.budget - self._pinned.slack(place)
-        if known or full or not place.has_room_for_files:
+        target, blocks = self._tiers.all[tier], set(blocks)
+        last_block = (obj.size - 1) // self.block_bytes
+        cost = len(blocks) * self.block_bytes - (
+            (last_block + 1) * self.block_bytes - obj.size if last_block in blocks else 0
+        )
+        conflicts = self._tiers.versions.get((obj.source, obj.key), obj) != obj or obj in target.linked
+        full = target.used + cost > target.budget - self._pinned.slack(target)
+        if conflicts or full or not target.has_room_for_files:
             return None
-        file = self._tiers.add(place, obj, None)
+        file = self._tiers.add(target, obj, None)
         file.adopted = BlockSet(blocks)
         self._tiers.adopted_bytes += cost
         self._tiers.charge(file, cost)
@@ -252,9 +254,9 @@ class CachePlan:
         `known_runs` must contain the list objects that `runs` returned.
         """
         out: list[tuple[int, list[tuple[int, int]]]] = []
-        for id, before in known_runs.items():
+        for id, last_runs in known_runs.items():
             file = self._tiers.files.get(id)
-            if file is not None and file.listed is not before and len(file.listed) <= runs:
+            if file is not None and file.listed is not last_runs and len(file.listed) <= runs:
                 out.append((id, file.listed))
                 if len(out) == files:
                     break
@@ -270,8 +272,8 @@ class CachePlan:
 
     def has_all(self, obj: ObjectId, ranges: Ranges) -> bool:
         """Whether these ranges are all present."""
-        wanted = blocks_of(ranges, self.block_bytes)
-        if wanted <= set[int]().union(*(file.present for file in self._tiers.blocks(obj))):
+        blocks = blocks_of(ranges, self.block_bytes)
+        if blocks <= set[int]().union(*(file.present for file in self._tiers.blocks(obj))):
             return True
         ring = self._ring.find(obj, ranges)
         needed = ring.needs(ranges) if ring is not None else None
@@ -300,30 +302,32 @@ class CachePlan:
     def _request(self, number: int, obj: ObjectId, ranges: Ranges, stream: int, out: list[Instruction]) -> None:
         first_new = self._tiers.next_file
         file = self._find(obj, ranges)
-        parts = self._scattered(obj, ranges, out, stream) if file is None else {}
+        parts = self._spread_over_tiers(obj, ranges, out, stream) if file is None else {}
         missing = {(other.id, part): other for part, other in parts.items() if part not in other.present}
-        if missing:  # `_arrived` repeats the request when it has all of them
+        if missing:  # `_complete_part` repeats the request when it has all of them
             self._in_flight.wait(number, Ticket(None, missing, obj, ranges, stream))
             return
         if parts:
-            file = self._through_ring(obj, ranges, out, stream, due=0.0, asked=True)
+            file = self._open_ring_file(obj, ranges, out, stream, due=0.0, asked=True)
         file = file or self._place(obj, ranges, out, stream, due=0.0, asked=True)
         if file is None:
             out.append(Bypass(number))
             return
         if file.ring and file.id >= first_new:
             self._ring.asked(file, stream, ranges)
-        wanted = file.needs(ranges) or set()
-        self._in_flight.launch(file, sorted(wanted - file.present - file.in_flight.keys()), out, stream)
+        needed_parts = file.needs(ranges) or set()
+        self._in_flight.launch(file, sorted(needed_parts - file.present - file.in_flight.keys()), out, stream)
         self._ring.was_read(obj, stream, ranges)
-        missing = dict.fromkeys(((file.id, part) for part in wanted - file.present), file)
+        missing = dict.fromkeys(((file.id, part) for part in needed_parts - file.present), file)
         if missing:
             self._in_flight.wait(number, Ticket(file, missing, obj, ranges, stream))
             return
         self._ready(number, file, out)
         self._ring.sweep(obj, out)
 
-    def _scattered(self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int) -> dict[int, CacheFile]:
+    def _spread_over_tiers(
+        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int
+    ) -> dict[int, CacheFile]:
         """The files of several tiers that hold, or now fetch, the blocks of `ranges`, by block.
 
         Each block is in one tier. A read that spans tiers is assembled from copies in a ring file, so its blocks are not
@@ -337,8 +341,8 @@ class CachePlan:
         if not parts or (lacking and self._scattered_reads.takes(obj, ranges)):
             return {}
         if lacking:
-            more = tuple((part * self.block_bytes, 1) for part in sorted(lacking))
-            file = self._pinned.admit(obj, more, out)
+            missing_ranges = tuple((part * self.block_bytes, 1) for part in sorted(lacking))
+            file = self._pinned.admit(obj, missing_ranges, out)
             if file is None:
                 return {}
             parts.update(dict.fromkeys(lacking, file))
@@ -363,14 +367,14 @@ class CachePlan:
         if file is None and not scattered:
             file = self._pinned.admit(obj, ranges, out)
         if file is None and uses:
-            file = self._through_ring(obj, ranges, out, stream, due=due, asked=asked)
+            file = self._open_ring_file(obj, ranges, out, stream, due=due, asked=asked)
             for block in self._scattered_reads.took(obj, ranges) if scattered and file is not None else ():
-                self._keep(obj, block, out, stream)
+                self._prefetch_block(obj, block, out, stream)
         elif file is not None and not file.ring:
             self._tiers.used_lately(file)
         return file
 
-    def _keep(self, obj: ObjectId, block: int, out: list[Instruction], stream: int) -> None:
+    def _prefetch_block(self, obj: ObjectId, block: int, out: list[Instruction], stream: int) -> None:
         """Prefetch a whole block for later reads, if there is room."""
         ranges = ((block * self.block_bytes, 1),)
         file = None if self._pinned.find(obj, ranges) else self._pinned.admit(obj, ranges, out)
@@ -378,7 +382,7 @@ class CachePlan:
             self._in_flight.launch(file, [block], out, stream)
             self._in_flight.mark_prefetch(file, block, stream)
 
-    def _through_ring(
+    def _open_ring_file(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
     ) -> CacheFile | None:
         file = self._ring.open(obj, ranges, out, due=due, asked=asked)
@@ -396,7 +400,7 @@ class CachePlan:
         At most `LOOK_AHEAD` present reads are passed over. The next event, such as the end of a read, continues.
         """
         out: list[Instruction] = []
-        left = LOOK_AHEAD
+        examinable = LOOK_AHEAD
         flights = self._in_flight
         if flights.prefetch_parts > self.prefetch_parts - self.prefetch_batch:
             return out
@@ -404,9 +408,9 @@ class CachePlan:
             stream = self._streams.next(self.prefetch_bytes) if self._tiers.open else None
             if stream is None:
                 break
-            if skipped := self._streams.skip(stream, self._is_present, left):
-                left -= skipped
-                if not left:
+            if skipped := self._streams.skip(stream, self._is_present, examinable):
+                examinable -= skipped
+                if not examinable:
                     break
             elif self._prefetch_for(stream, self._streams.head(stream), out):
                 self._streams.pop(stream)
@@ -430,9 +434,9 @@ class CachePlan:
         if file is not None and not file.ring and not file.adopted:
             return True  # all present or in flight
         if file is None:
-            flying = set(self._flying(want.object))
-            if self._scattered(want.object, want.ranges, out, stream):
-                for id, number in set(self._flying(want.object)) - flying:
+            in_flight_before = set(self._parts_in_flight(want.object))
+            if self._spread_over_tiers(want.object, want.ranges, out, stream):
+                for id, number in set(self._parts_in_flight(want.object)) - in_flight_before:
                     self._in_flight.mark_prefetch(self._tiers.files[id], number, stream)
                 return True
             file = self._place(want.object, want.ranges, out, stream, due=want.due, asked=False)
@@ -452,7 +456,7 @@ class CachePlan:
             self._in_flight.mark_prefetch(file, number, stream)
         return True
 
-    def _flying(self, obj: ObjectId) -> Iterator[tuple[int, int]]:
+    def _parts_in_flight(self, obj: ObjectId) -> Iterator[tuple[int, int]]:
         return ((file.id, number) for file in self._tiers.blocks(obj) for number in file.in_flight)
 
     @property

@@ -69,7 +69,7 @@ class Readers:
     @property
     def next_use(self) -> float:
         """The time of the next read; 0 for a batch in progress."""
-        return 0.0 if any(wanted.in_progress for wanted in self.ranges.values()) else self.due
+        return 0.0 if any(awaited.in_progress for awaited in self.ranges.values()) else self.due
 
 
 class BlockSet:
@@ -78,12 +78,12 @@ class BlockSet:
     __slots__ = ("_bits",)
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
-        found = bytearray()
+        bits = bytearray()
         for number in numbers:
-            if number >> 3 >= len(found):
-                found.extend(bytes((number >> 3) + 1 - len(found)))
-            found[number >> 3] |= 1 << (number & 7)
-        self._bits = int.from_bytes(found, "little")
+            if number >> 3 >= len(bits):
+                bits.extend(bytes((number >> 3) + 1 - len(bits)))
+            bits[number >> 3] |= 1 << (number & 7)
+        self._bits = int.from_bytes(bits, "little")
 
     def __bool__(self) -> bool:
         return bool(self._bits)
@@ -155,17 +155,17 @@ class CacheFile:
         """The parts that hold `ranges`; None if the file does not cover them."""
         if self.parts is None:
             return blocks_of(ranges, self.block_bytes)
-        wanted: set[int] = set()
+        needed: set[int] = set()
         for offset, length in ranges:
-            left = length
+            uncovered = length
             for number, (first, size) in enumerate(self.parts):
                 shared = min(first + size, offset + length) - max(first, offset)
                 if shared > 0:
-                    wanted.add(number)
-                    left -= shared
-            if left:
+                    needed.add(number)
+                    uncovered -= shared
+            if uncovered:
                 return None
-        return wanted
+        return needed
 
     @property
     def next_use(self) -> float:
@@ -195,10 +195,10 @@ class CacheFile:
         self.present.add(number)
         first, size = self.part(number)
         at, end = bisect.bisect_left(self.listed, (first, 0)), first + size
-        before = at > 0 and self.listed[at - 1][1] == first
-        after = at < len(self.listed) and self.listed[at][0] == end
-        joined = (self.listed[at - 1][0] if before else first, self.listed[at][1] if after else end)
-        self.listed = [*self.listed[: at - before], joined, *self.listed[at + after :]]
+        joins_previous = at > 0 and self.listed[at - 1][1] == first
+        joins_next = at < len(self.listed) and self.listed[at][0] == end
+        run = (self.listed[at - 1][0] if joins_previous else first, self.listed[at][1] if joins_next else end)
+        self.listed = [*self.listed[: at - joins_previous], run, *self.listed[at + joins_next :]]
 
     def has(self, ranges: Ranges) -> bool:
         """Whether these ranges are all present. Every open calls this, so it must be fast."""
@@ -351,7 +351,7 @@ class Tiers:
         file.counts.dropped += file.bytes
         out.append(Drop(file.id, file.ring))
         if not file.holds:
-            self._bury(file)
+            self._remove_file(file)
 
     def hold(self, file: CacheFile) -> None:
         file.holds += 1
@@ -359,7 +359,7 @@ class Tiers:
     def release(self, file: CacheFile) -> None:
         file.holds -= 1
         if not file.holds and not self.live(file):
-            self._bury(file)
+            self._remove_file(file)
 
     def charge(self, file: CacheFile, cost: int) -> None:
         file.bytes += cost
@@ -385,7 +385,7 @@ class Tiers:
         if self.versions.get(name) == file.object and next(self.blocks(file.object), None) is None:
             del self.versions[name]
 
-    def _bury(self, file: CacheFile) -> None:
+    def _remove_file(self, file: CacheFile) -> None:
         file.counts.dropped -= file.bytes
         file.counts.used -= file.bytes
         del self.files[file.id]

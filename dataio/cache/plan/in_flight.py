@@ -71,7 +71,7 @@ class InFlight:
 
     def fetched(self, file: CacheFile, number: int) -> list[int]:
         """The part has arrived; returns the tickets that are complete now."""
-        waiting = self._landed(file, number)
+        waiting = self._end_fetch(file, number)
         file.arrived(number)
         for ticket in waiting:
             self.tickets[ticket].missing.pop((file.id, number), None)
@@ -80,14 +80,14 @@ class InFlight:
     def failed(self, file: CacheFile, number: int) -> list[int]:
         """The fetch failed; removes and returns the tickets that wait for it."""
         checking = (file.id, number) in self._checking
-        waiting = self._landed(file, number)
+        waiting = self._end_fetch(file, number)
         if checking:
             file.adopted.add(number)  # its bytes are still on the disk, and not verified
             self._tiers.adopted_bytes += file.part(number)[1]
         else:
             self._tiers.charge(file, -file.part(number)[1])
         for ticket in waiting:
-            self._forget(ticket)
+            self._remove_ticket(ticket)
         return waiting
 
     def lost(self, file: CacheFile) -> list[int]:
@@ -95,30 +95,30 @@ class InFlight:
         waiting = sorted({ticket for tickets in file.in_flight.values() for ticket in tickets})
         for number in list(file.in_flight):
             checking = (file.id, number) in self._checking
-            self._landed(file, number)
+            self._end_fetch(file, number)
             if not checking:
                 self._tiers.charge(file, -file.part(number)[1])
         for ticket in waiting:
-            self._forget(ticket)
+            self._remove_ticket(ticket)
         return waiting
 
     def _copies(self, file: CacheFile, offset: int, length: int) -> tuple[tuple[int, int, int], ...]:
         """The byte ranges of a part that other files hold, sorted and disjoint."""
-        others = [*self._tiers.blocks(file.object), *(self._tiers.rings.get(file.object, ()) if file.ring else ())]
-        found = sorted(
+        files = [*self._tiers.blocks(file.object), *(self._tiers.rings.get(file.object, ()) if file.ring else ())]
+        copies = sorted(
             (at, size, other.id)
-            for other in others
+            for other in files
             if other is not file
             for at, size in other.present_within(offset, length)
         )
         out: list[tuple[int, int, int]] = []
-        for at, size, other in found:
+        for at, size, other in copies:
             start = max(at, out[-1][1] + out[-1][2]) if out else at
             if start < at + size:
                 out.append((other, start, at + size - start))
         return tuple(out)
 
-    def _landed(self, file: CacheFile, number: int) -> list[int]:
+    def _end_fetch(self, file: CacheFile, number: int) -> list[int]:
         cost = file.part(number)[1]
         self._checking.discard((file.id, number))
         self._tiers.in_flight_bytes -= cost
@@ -128,7 +128,7 @@ class InFlight:
             self._streams.charge(stream, -cost)
         return file.in_flight.pop(number)
 
-    def _forget(self, ticket: int) -> None:
+    def _remove_ticket(self, ticket: int) -> None:
         for (_, number), file in self.tickets.pop(ticket).missing.items():
             waiting = file.in_flight.get(number)
             if waiting and ticket in waiting:

@@ -47,21 +47,21 @@ class Pinned:
         files = list(self._tiers.blocks(obj))
         if len(self._tiers.all) < 2 or not files:
             return {}
-        wanted, out = blocks_of(ranges, self._tiers.block_bytes), dict[int, CacheFile]()
+        needed, out = blocks_of(ranges, self._tiers.block_bytes), dict[int, CacheFile]()
         for file in reversed(files):  # a faster tier replaces a slower one
-            well = self._tiers.all[file.tier].open
-            known = (wanted & file.present) | (wanted & file.in_flight.keys())
-            out.update(dict.fromkeys(known | (file.adopted.among(wanted) if well else set()), file))
+            tier_works = self._tiers.all[file.tier].open
+            usable = (needed & file.present) | (needed & file.in_flight.keys())
+            out.update(dict.fromkeys(usable | (file.adopted.among(needed) if tier_works else set()), file))
         return out
 
     def admit(self, obj: ObjectId, ranges: Ranges, out: list[Instruction]) -> CacheFile | None:
         """An existing or new file of the object with room for all of `ranges`; None without room."""
         tiers = self._tiers.open
         if self._streams.uses(obj.source):
-            return self._first(tiers, obj, ranges, out, evict=True)
-        if len(tiers) > 1 and (found := self._first(tiers, obj, ranges, out, evict=False)):
-            return found
-        return self._first(tiers[::-1], obj, ranges, out, evict=True)
+            return self._admit_to_first(tiers, obj, ranges, out, evict=True)
+        if len(tiers) > 1 and (file := self._admit_to_first(tiers, obj, ranges, out, evict=False)):
+            return file
+        return self._admit_to_first(tiers[::-1], obj, ranges, out, evict=True)
 
     def limit(self, tier: Tier) -> int:
         """Maximum bytes of blocks in the tier."""
@@ -71,36 +71,36 @@ class Pinned:
         """Bytes to evict in advance, so holders have time to close files before the room is needed."""
         return tier.budget // 16
 
-    def _first(
+    def _admit_to_first(
         self, tiers: list[Tier], obj: ObjectId, ranges: Ranges, out: list[Instruction], *, evict: bool
     ) -> CacheFile | None:
         for tier in tiers:
-            file = self._into(tier, obj, ranges, out, evict=evict)
+            file = self._admit_to(tier, obj, ranges, out, evict=evict)
             if file is not None:
                 return file
-            if tier.pinned.dropped and not self._crowded(tier, 0, new_file=False):
+            if tier.pinned.dropped and not self._is_crowded(tier, 0, new_file=False):
                 evict = False  # there will be room when holders close files: evict nothing from the next tier
         return None
 
-    def _into(
+    def _admit_to(
         self, tier: Tier, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, evict: bool
     ) -> CacheFile | None:
         """A file in this tier, or None. Evicts other files first, then the object's own file if it is not protected."""
         file = tier.linked.get(obj)
-        blank = file or CacheFile(0, obj, tier.number, tier.pinned, self._tiers.block_bytes)
-        wanted = blank.needs(ranges) or set()
-        lacking = wanted - blank.present - blank.in_flight.keys()
-        missing = blank.cost(lacking - blank.adopted.among(lacking))
-        if blank.cost(wanted) > self.limit(tier):
+        probe = file or CacheFile(0, obj, tier.number, tier.pinned, self._tiers.block_bytes)
+        needed = probe.needs(ranges) or set()
+        lacking = needed - probe.present - probe.in_flight.keys()
+        cost = probe.cost(lacking - probe.adopted.among(lacking))
+        if probe.cost(needed) > self.limit(tier):
             return None
         if evict:
-            self._make_room(tier, missing, obj, out)
-        if file and self._fits(tier, missing):
+            self._make_room(tier, cost, obj, out)
+        if file and self._fits(tier, cost):
             return file
         if file and evict and not file.in_flight and not self._protected(obj.source, obj.source):
             self._tiers.drop(file, out)  # the object is larger than the budget: start a new file for it
             file = None
-        fits = file is None and self._fits(tier, blank.cost(wanted)) and tier.has_room_for_files
+        fits = file is None and self._fits(tier, probe.cost(needed)) and tier.has_room_for_files
         return self._tiers.create(tier, obj, None, out) if fits else None
 
     def _fits(self, tier: Tier, cost: int) -> bool:
@@ -109,35 +109,35 @@ class Pinned:
     def _make_room(self, tier: Tier, need: int, keep: ObjectId, out: list[Instruction]) -> None:
         """Evict until `need` bytes fit with some slack, if enough may be evicted."""
         new_file = keep not in tier.linked
-        if not self._crowded(tier, need, new_file) or not self._evictable(tier, keep.source):
+        if not self._is_crowded(tier, need, new_file) or not self._has_evictable(tier, keep.source):
             return
         victims, freed = list[CacheFile](), 0
         for victim in tier.linked.values():  # no copy: it may have a hundred thousand
-            if not self._crowded(tier, need - freed, new_file and not victims):
+            if not self._is_crowded(tier, need - freed, new_file and not victims):
                 break
-            if victim.object != keep and self._may_go(victim, keep.source):
+            if victim.object != keep and self._is_evictable(victim, keep.source):
                 victims.append(victim)
                 freed += victim.bytes
         for victim in victims:
             self._tiers.drop(victim, out)
 
-    def _crowded(self, tier: Tier, need: int, new_file: bool) -> bool:
+    def _is_crowded(self, tier: Tier, need: int, new_file: bool) -> bool:
         full = tier.pinned.used - tier.pinned.dropped + need > self.limit(tier) - self.slack(tier)
         return full or (new_file and not tier.has_room_for_files)
 
-    def _may_go(self, file: CacheFile, new: str) -> bool:
-        return not file.in_flight and (file.stale or not self._protected(file.object.source, new))
+    def _is_evictable(self, file: CacheFile, new_source: str) -> bool:
+        return not file.in_flight and (file.stale or not self._protected(file.object.source, new_source))
 
-    def _protected(self, source: str, new: str) -> bool:
+    def _protected(self, source: str, new_source: str) -> bool:
         """Whether reads of the store `new` must not evict blocks of `source`.
 
         They must not while a loader announces `source`. Afterwards, reads of the same store must not either, because the
         trainer usually restarts.
         """
-        return self._streams.uses(source) or (source == new and source in self._ordered)
+        return self._streams.uses(source) or (source == new_source and source in self._ordered)
 
-    def _evictable(self, tier: Tier, new: str) -> bool:
+    def _has_evictable(self, tier: Tier, new_source: str) -> bool:
         """Whether anything may be evicted. With this check, a read of a full cache need not search all files."""
         return bool(tier.stale_bytes) or any(
-            total for source, total in tier.bytes_of.items() if not self._protected(source, new)
+            total for source, total in tier.bytes_of.items() if not self._protected(source, new_source)
         )

@@ -95,11 +95,11 @@ class Ring:
         if cost > limit or len(self._tiers.ring_files) >= self._tiers.max_ring_files:
             return None
         self._make_room(tier, cost, limit, due, out)
-        if self._over(tier, cost, limit) or tier.used + cost > tier.budget:
+        if self._exceeds(tier, cost, limit) or tier.used + cost > tier.budget:
             return None
         return self._tiers.create(tier, obj, parts, out)
 
-    def _over(self, tier: Tier, cost: int, limit: int) -> bool:
+    def _exceeds(self, tier: Tier, cost: int, limit: int) -> bool:
         reused = min(self.reused_bytes(), self.room(tier) - self.base(tier)) if self._reused else 0
         return tier.ring.used - reused + cost > limit
 
@@ -110,13 +110,15 @@ class Ring:
         2. Drop reused files whose next read is later than `due`.
         3. Drop blocks above their limit.
         """
-        if self._over(tier, cost, limit):
+        if self._exceeds(tier, cost, limit):
             for file in list(self._tiers.ring_files.values()):
-                if not file.in_flight and all(self._given_up(stream, r.number) for stream, r in file.awaited.items()):
+                if not file.in_flight and all(
+                    self._is_abandoned(stream, r.number) for stream, r in file.awaited.items()
+                ):
                     self._tiers.drop(file, out)
-        if self._reused and self._over(tier, cost, limit):
+        if self._reused and self._exceeds(tier, cost, limit):
             for file in sorted(self._reused.values(), key=lambda file: -file.next_use):
-                if file.next_use <= due or not self._over(tier, cost, limit):
+                if file.next_use <= due or not self._exceeds(tier, cost, limit):
                     break
                 if not file.in_flight:
                     self._tiers.drop(file, out)
@@ -130,9 +132,9 @@ class Ring:
             if not victim.in_flight:
                 self._tiers.drop(victim, out)
 
-    def _given_up(self, stream: int, number: int) -> bool:
-        now = self._streams.announced(stream)
-        return not now or now - number >= MISSED_ANNOUNCEMENTS
+    def _is_abandoned(self, stream: int, named_in: int) -> bool:
+        newest = self._streams.announced(stream)
+        return not newest or newest - named_in >= MISSED_ANNOUNCEMENTS
 
     # which streams wait for which files
 
@@ -146,16 +148,16 @@ class Ring:
                 _renew(readers, float("inf"))
         rings = self._tiers.rings
         for want in [want for want in self._streams.named(stream) if want.object in rings]:
-            found = self.find(want.object, want.ranges)
-            if found is not None:
-                self._name(found, stream, number, want.ranges, want.due)
+            ring_file = self.find(want.object, want.ranges)
+            if ring_file is not None:
+                self._await_ranges(ring_file, stream, number, want.ranges, want.due)
         self._mark_reused(out)
 
     def fetching(self, file: CacheFile, stream: int, ranges: Ranges, due: float) -> None:
         """The file is prefetched for the stream, whose newest announcement names it."""
         times = self._streams.times(stream, file.object, ranges)
         for _ in range(max(1, times)):
-            self._name(file, stream, self._streams.announced(stream), ranges, due)
+            self._await_ranges(file, stream, self._streams.announced(stream), ranges, due)
         if times > 1:
             self._keep(file)
 
@@ -173,11 +175,11 @@ class Ring:
             readers = file.awaited.get(stream)
             if readers is None:
                 continue
-            for wanted in ranges:
-                if (left := readers.ranges.get(wanted)) is not None:
-                    left.read()
-                    if not left.left:
-                        del readers.ranges[wanted]
+            for byte_range in ranges:
+                if (awaited := readers.ranges.get(byte_range)) is not None:
+                    awaited.read()
+                    if not awaited.left:
+                        del readers.ranges[byte_range]
             if not readers.ranges:
                 del file.awaited[stream]
 
@@ -195,15 +197,15 @@ class Ring:
             if not file.in_flight and (not file.awaited or not file.whole):
                 self._tiers.drop(file, out)
 
-    def _name(self, file: CacheFile, stream: int, number: int, ranges: Ranges, due: float) -> None:
+    def _await_ranges(self, file: CacheFile, stream: int, number: int, ranges: Ranges, due: float) -> None:
         readers = file.awaited.setdefault(stream, Readers())
         if readers.number != number:
             _renew(readers, due)
             readers.number = number
         readers.due = min(readers.due, due)
-        for wanted in ranges:
-            entry = readers.ranges.setdefault(wanted, Awaited())
-            entry.in_progress, entry.announced = max(0, entry.in_progress - 1), entry.announced + 1
+        for byte_range in ranges:
+            awaited = readers.ranges.setdefault(byte_range, Awaited())
+            awaited.in_progress, awaited.announced = max(0, awaited.in_progress - 1), awaited.announced + 1
 
     def _mark_reused(self, out: list[Instruction]) -> None:
         for file in self._tiers.ring_files.values():

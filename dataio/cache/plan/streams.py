@@ -79,8 +79,8 @@ class Stream:
 
     def _advance(self, dropped: int, wants: Sequence[Want]) -> None:
         """Drop the first `dropped` wants, and append the new ones."""
-        more = wants[len(self.named) - dropped :]
-        reads = list(map(_read_of, more))
+        new_wants = wants[len(self.named) - dropped :]
+        reads = list(map(_read_of, new_wants))
         self.times.update(reads)
         for want in self.named[:dropped]:
             if self.wants and self.wants[0] is want:
@@ -90,7 +90,7 @@ class Stream:
             if not self.times[read]:
                 del self.times[read]
                 self.placed.discard(read)
-        self.wants.extend(self._not_placed(more, reads))
+        self.wants.extend(self._not_placed(new_wants, reads))
         if self._placed_twice:  # the second want of a read that is placed
             self.wants = deque(self._not_placed(self.wants, map(_read_of, self.wants)))
         self._placed_twice = False
@@ -118,13 +118,13 @@ class Streams:
 
     def reads(self, number: int, source: str) -> bool:
         """Whether the stream is known, with this source."""
-        found = self._streams.get(number)
-        return found is not None and found.source == source
+        stream = self._streams.get(number)
+        return stream is not None and stream.source == source
 
     def announced(self, stream: int) -> int:
         """Number of the stream's announcements; 0 for an unknown stream."""
-        found = self._streams.get(stream)
-        return found.number if found else 0
+        state = self._streams.get(stream)
+        return state.number if state else 0
 
     def announce(self, number: int, source: str, wants: Sequence[Want]) -> int:
         """Replace the stream's announcement; returns the number of its announcements so far."""

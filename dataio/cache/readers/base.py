@@ -116,27 +116,27 @@ def open_local_reader(store: Store) -> ShardReader:
 
     It reads local files directly, and other objects through a cache in this process.
     """
-    if not _has_files(store):
+    if not _may_have_local_files(store):
         from headrace.dataio.cache.readers.bypass import BypassReader
 
-        return BypassReader(store, _cached)
+        return BypassReader(store, _make_cached_reader)
     from headrace.dataio.cache.readers.local import DirectReader
 
-    return DirectReader(store, lambda: _cached(store))
+    return DirectReader(store, lambda: _make_cached_reader(store))
 
 
-def _cached(store: Store) -> ShardReader:
+def _make_cached_reader(store: Store) -> ShardReader:
     from headrace.dataio.cache.readers.cached import PrivateReader
 
     return PrivateReader(store)
 
 
-def _has_files(store: Store) -> bool:
+def _may_have_local_files(store: Store) -> bool:
     """Whether some objects may be local files: the store is a directory, or one is mounted in it."""
     location = store.location
     mounted = location.options.get("mounts")
     urls = (
-        [location.url, *(str(one.get("url")) for one in mounted.values())]
+        [location.url, *(str(mount.get("url")) for mount in mounted.values())]
         if isinstance(mounted, dict)
         else [location.url]
     )

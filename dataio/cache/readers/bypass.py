@@ -92,20 +92,20 @@ class PartlyFetchedStore(Wrapper):
         """
         if key not in self._parts:
             return []
-        found, left, at = list[tuple[int, memoryview]](), list[tuple[int, memoryview]](), first
+        taken, remaining, at = list[tuple[int, memoryview]](), list[tuple[int, memoryview]](), first
         with self._lock:
-            for offset, part in sorted(self._parts.pop(key, []), key=lambda one: one[0]):
+            for offset, part in sorted(self._parts.pop(key, []), key=lambda entry: entry[0]):
                 a, b = max(0, at - offset), min(len(part), end - offset)
                 if b - a < MIN_PART_BYTES:
-                    left.append((offset, part))
+                    remaining.append((offset, part))
                     continue
-                found.append((offset + a, part[a:b]))
+                taken.append((offset + a, part[a:b]))
                 at = offset + b
                 rests = ((offset, part[:a]), (at, part[b:]))
-                left += [(where, rest) for where, rest in rests if len(rest) >= MIN_PART_BYTES]
-            if left:
-                self._parts[key] = left
-        return found
+                remaining += [(start, rest) for start, rest in rests if len(rest) >= MIN_PART_BYTES]
+            if remaining:
+                self._parts[key] = remaining
+        return taken
 
 
 class _RestartedError(Exception):
@@ -120,14 +120,14 @@ class BypassReader:
 
     def __init__(self, store: Store, make: Callable[[Store], ShardReader]) -> None:
         self._store, self._make = PartlyFetchedStore(store), make
-        self._making, self._announced = threading.Lock(), False
+        self._fallback_lock, self._announced = threading.Lock(), False
         self._fallback_reader: ShardReader | None = None
         self._pool: ThreadPoolExecutor | None = None
         self._pending: _Pending = {}
 
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
-        views = [self._fetched(key, offset, length) for offset, length in ranges] if key in self._pending else [None]
+        views = [self._wait_for(key, offset, length) for offset, length in ranges] if key in self._pending else [None]
         present = [view for view in views if view is not None]
         return present if len(present) == len(ranges) else self._fallback().read(key, ranges)
 
@@ -146,8 +146,8 @@ class BypassReader:
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Fetch the first announcement directly; pass later ones to the fallback reader."""
-        first, self._announced = not self._announced, True
-        if first and self._fallback_reader is None and is_worthwhile(upcoming):
+        is_first, self._announced = not self._announced, True
+        if is_first and self._fallback_reader is None and is_worthwhile(upcoming):
             self._fetch(upcoming)
         else:
             self._release()
@@ -155,7 +155,7 @@ class BypassReader:
 
     def close(self) -> None:
         self._release()
-        with self._making:
+        with self._fallback_lock:
             if self._fallback_reader is not None:
                 self._fallback_reader.close()
 
@@ -172,7 +172,7 @@ class BypassReader:
         self._store.get_ranges_into(key, [(offset, buffer)])
         return buffer.toreadonly()
 
-    def _fetched(self, key: str, offset: int, length: int) -> memoryview | None:
+    def _wait_for(self, key: str, offset: int, length: int) -> memoryview | None:
         """Wait for a range that is fetched directly; None if it is not one, or could not be fetched."""
         for first, end, future in self._pending.get(key, ()):
             if first <= offset and offset + length <= end:
@@ -192,7 +192,7 @@ class BypassReader:
                     self._store.add(key, offset, future.result())
 
     def _fallback(self) -> ShardReader:
-        with self._making:
+        with self._fallback_lock:
             if self._fallback_reader is None:
                 self._fallback_reader = self._make(self._store)
             return self._fallback_reader

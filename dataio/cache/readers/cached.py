@@ -78,8 +78,8 @@ class CachedReader:
 
     def read(self, key: str, ranges: Ranges) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
-        lease = self._leased(key, ranges)
-        return stream(self._store, key, ranges) if lease is None else views(self._mapped(lease), ranges)
+        lease = self._get_lease(key, ranges)
+        return stream(self._store, key, ranges) if lease is None else views(self._get_mapping(lease), ranges)
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) from the object `key`."""
@@ -99,11 +99,11 @@ class CachedReader:
         self._engine.withdraw(id(self))
         self._maps.clear()
 
-    def _leased(self, key: str, ranges: Ranges) -> Lease | None:
+    def _get_lease(self, key: str, ranges: Ranges) -> Lease | None:
         """A lease on a file that holds the ranges; None: read the store directly."""
-        return self._engine.open_present(self._store, key, ranges, id(self)) or self._wait(key, ranges)
+        return self._engine.open_present(self._store, key, ranges, id(self)) or self._request_lease(key, ranges)
 
-    def _wait(self, key: str, ranges: Ranges) -> Lease | None:
+    def _request_lease(self, key: str, ranges: Ranges) -> Lease | None:
         try:
             return self._engine.open(self._store, key, ranges, id(self)).result(WAIT_SECONDS)
         except TimeoutError:
@@ -111,7 +111,7 @@ class CachedReader:
                 f"{key}: the store sent no bytes for {WAIT_SECONDS:.0f} s", hint="check that the store is reachable"
             ) from None
 
-    def _mapped(self, lease: Lease) -> MappedFile | None:
+    def _get_mapping(self, lease: Lease) -> MappedFile | None:
         if not lease.size:
             return None
         mapped = None if lease.once else self._maps.get(lease.file)
@@ -152,7 +152,7 @@ class PrivateReader(CachedReader):
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill every (offset, buffer) from the object `key`."""
-        lease = self._leased(key, [(offset, len(buffer)) for offset, buffer in pieces])
+        lease = self._get_lease(key, [(offset, len(buffer)) for offset, buffer in pieces])
         if lease is not None:
             descriptor = lease.take_descriptor()
             with contextlib.suppress(OSError):  # the cache's disk failed; the store has the bytes
@@ -177,8 +177,8 @@ def stream(store: Store, key: str, ranges: Ranges) -> list[memoryview]:
 
 def views(mapped: MappedFile | None, ranges: Ranges) -> list[memoryview]:
     """Read-only views of a mapping; `mapped` is None for an empty file."""
-    whole = memoryview(mapped) if mapped is not None else memoryview(b"")
-    return [whole[offset : offset + length] for offset, length in ranges]
+    data = memoryview(mapped) if mapped is not None else memoryview(b"")
+    return [data[offset : offset + length] for offset, length in ranges]
 
 
 def covered(present: Sequence[tuple[int, int]], ranges: Ranges) -> bool:

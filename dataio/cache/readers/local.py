@@ -49,17 +49,17 @@ class DirectReader:
 
     def __init__(self, store: Store, make_fallback: Callable[[], ShardReader], clock: Clock = SYSTEM_CLOCK) -> None:
         self._store, self._make, self._files = store, make_fallback, FdCache(clock)
-        self._lock, self._making = threading.Lock(), threading.Lock()
+        self._lock, self._fallback_lock = threading.Lock(), threading.Lock()
         self._fallback_reader: ShardReader | None = None
         self._memory = ThreadBuffer()
         self._announced: Range | None = None  # the last range that was checked
         self._cached = 0  # consecutive announced ranges that were in the page cache
-        self._passing = 0  # number of next ranges that are not checked
+        self._num_unchecked = 0  # number of next ranges that are not checked
         self._read = 0
 
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """A read-only view for every (offset, length) of the object `key`."""
-        descriptor = self._opened(key)
+        descriptor = self._descriptor_of(key)
         if descriptor is None:
             return self._fallback().read(key, ranges)
         pieces = self._memory.allocate_pieces(ranges)
@@ -68,7 +68,7 @@ class DirectReader:
 
     def read_into(self, key: str, pieces: Pieces) -> None:
         """Fill every (offset, buffer) from the object `key`."""
-        descriptor = self._opened(key)
+        descriptor = self._descriptor_of(key)
         if descriptor is None:
             self._fallback().read_into(key, pieces)
         else:
@@ -80,15 +80,15 @@ class DirectReader:
         All files and offsets are resolved before the first read. So no other work runs between the copies, which keeps the
         processor's caches warm.
         """
-        prepared, failed = list[tuple[Descriptor | None, Sequence[Run], str, Pieces]](), None
+        prepared, deferred_error = list[tuple[Descriptor | None, Sequence[Run], str, Pieces]](), None
         opened = dict[str, Descriptor | None]()
         for key, pieces in reads:
             try:
                 if key not in opened:
-                    opened[key] = self._opened(key)
+                    opened[key] = self._descriptor_of(key)
                 prepared.append((opened[key], _runs(pieces), key, pieces))
             except HeadraceError as error:  # raised after the reads before it
-                failed = error
+                deferred_error = error
                 break
         read = 0
         try:
@@ -100,40 +100,40 @@ class DirectReader:
                 yield
         finally:
             self._count(read)
-        if failed is not None:
-            raise failed
+        if deferred_error is not None:
+            raise deferred_error
 
     def announce(self, upcoming: Sequence[Range]) -> None:
         """Ask the kernel to read ahead. A list that continues the last one costs only its new part."""
         at = _index_after(upcoming, self._announced)
         while at < len(upcoming):
-            passed = min(self._passing, len(upcoming) - at)
+            passed = min(self._num_unchecked, len(upcoming) - at)
             if not passed and not self._advise(upcoming, at):
                 break
-            at, self._passing = at + max(1, passed), self._passing - passed
+            at, self._num_unchecked = at + max(1, passed), self._num_unchecked - passed
             self._announced = upcoming[at - 1]
         if self._fallback_reader is not None:
-            elsewhere = {key for key in {one[0] for one in upcoming} if not self._is_local(key)}
-            self._fallback_reader.announce([one for one in upcoming if one[0] in elsewhere])
+            not_local = {key for key in {key for key, _, _ in upcoming} if not self._is_local(key)}
+            self._fallback_reader.announce([planned for planned in upcoming if planned[0] in not_local])
 
     def close(self) -> None:
         """Close all descriptors; views stay valid."""
         self._files.clear()
         with self._lock:
-            make_fallback, self._fallback_reader = self._fallback_reader, None
+            fallback, self._fallback_reader = self._fallback_reader, None
             read, self._read = self._read, 0
         _READ.inc(read)
-        if make_fallback is not None:
-            make_fallback.close()
+        if fallback is not None:
+            fallback.close()
 
     # files
 
-    def _opened(self, key: str) -> Descriptor | None:
+    def _descriptor_of(self, key: str) -> Descriptor | None:
         """The object's descriptor; None if it is not a local file."""
         return self._files.get(self._store, key)
 
     def _fallback(self) -> ShardReader:
-        with self._making:
+        with self._fallback_lock:
             if self._fallback_reader is None:
                 self._fallback_reader = self._make()
             return self._fallback_reader
@@ -167,21 +167,21 @@ class DirectReader:
         """Ask the kernel to read a range ahead if it is not cached; returns False if enough is read ahead already."""
         key, offset, length = upcoming[at]
         with contextlib.suppress(HeadraceError):  # a hint: the read reports the error
-            descriptor = self._opened(key)
+            descriptor = self._descriptor_of(key)
             if descriptor is not None and not mostly_cached(descriptor.fileno(), offset, length):
                 self._cached = 0
-                if at and sum([one[2] for one in upcoming[: at + 1]]) > ADVISED_BYTES:
+                if at and sum([size for _, _, size in upcoming[: at + 1]]) > ADVISED_BYTES:
                     return False
                 os.posix_fadvise(descriptor.fileno(), offset, length, os.POSIX_FADV_WILLNEED)
                 return True
         self._cached += 1
-        self._passing = MIN_SAMPLES - 1 if self._cached >= MIN_SAMPLES else 0
+        self._num_unchecked = MIN_SAMPLES - 1 if self._cached >= MIN_SAMPLES else 0
         return True
 
     def _is_local(self, key: str) -> bool:
         """Whether the object is a local file, or cannot be opened."""
         with contextlib.suppress(HeadraceError):
-            return self._opened(key) is not None
+            return self._descriptor_of(key) is not None
         return True
 
 

@@ -60,17 +60,17 @@ class FdKeeper:
 
         The caller owns these copies, which must stay open until `drop`. The keeper holds its own until then.
         """
-        found: dict[str, int] = {}
+        taken: dict[str, int] = {}
         with contextlib.suppress(OSError, HeadraceError):
             if self._sock is None:
                 self._connect()
             for name in self._ask("list")[0].split(" ")[1:]:
                 _, descriptors = self._ask(f"take {name}")
                 if descriptors:
-                    found[name] = self._held[name] = descriptors[0]
-        if not found:
+                    taken[name] = self._held[name] = descriptors[0]
+        if not taken:
             self._disconnect()
-        return found
+        return taken
 
     @property
     def holds(self) -> int:
@@ -110,10 +110,10 @@ class FdKeeper:
         if self._sock is None:
             raise TransientError("there is no keeper")
         wire.send(self._sock, text.encode(), descriptors)
-        data, found = wire.receive(self._sock)
+        data, received = wire.receive(self._sock)
         if not data:
             raise TransientError("the keeper ended")
-        return data.decode("ascii", "replace"), found
+        return data.decode("ascii", "replace"), received
 
     def _connect_or_start(self) -> None:
         try:

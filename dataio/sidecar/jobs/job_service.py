@@ -72,7 +72,7 @@ class JobService:
             gate=self._gate,
             call=call,
             later=later,
-            accept=self._keep,
+            accept=self._make_durable,
             retry_schedule=retry_schedule or RetrySchedule(),
             lost_seconds=lost_seconds,
         )
@@ -98,7 +98,7 @@ class JobService:
         token = uuid.uuid4().hex
         try:
             size = self._check(kind, arena, plan)
-            taken = self.schedule.offer(token, size, urgent=urgent, may_wait=wait > 0)
+            has_room = self.schedule.offer(token, size, urgent=urgent, may_wait=wait > 0)
         except HeadraceError as error:
             close_all((arena, plan))
             answer(error)
@@ -115,8 +115,8 @@ class JobService:
         )
         job = self._table.jobs[token] = Job(entry, arena, plan, answer)
         _received()
-        if taken:
-            self._keep(job)
+        if has_room:
+            self._make_durable(job)
         else:
             job.cancel_wait = self._later(wait, partial(self._refuse, job, no_room(wait)))
         return job
@@ -137,12 +137,12 @@ class JobService:
             if self.schedule.state(job.token) == "waiting":
                 self._refuse(job, shutting_down())
 
-    def adopt(self, found: Callable[[Job], None]) -> None:
-        """Continue the jobs of an earlier daemon; `found` is called with each before its events."""
+    def adopt(self, on_job: Callable[[Job], None]) -> None:
+        """Continue the jobs of an earlier daemon; `on_job` is called with each before its events."""
         arenas = self._table.keeper.take()
         for entry in self._table.journal.load():
             job = self._table.jobs[entry.token] = Job(entry, arenas.pop(entry.token, -1))
-            found(job)
+            on_job(job)
             self._runner.find_worker(job)
         for token, fd in arenas.items():
             os.close(fd)
@@ -228,7 +228,7 @@ class JobService:
         check_plan(plan)
         return size
 
-    def _keep(self, job: Job) -> None:
+    def _make_durable(self, job: Job) -> None:
         """Write the job to the journal and pass its arena to the keeper, in the thread for files."""
         job.cancel_wait()
 
@@ -243,11 +243,11 @@ class JobService:
                 error = caught
             except OSError as caught:
                 error = CapacityError(f"the job cannot be journaled: {caught.strerror}", hint="see the daemon's disk")
-            self._call(partial(self._kept, job, error))
+            self._call(partial(self._on_durable, job, error))
 
         self._table.files.submit(keep)
 
-    def _kept(self, job: Job, error: HeadraceError | None) -> None:
+    def _on_durable(self, job: Job, error: HeadraceError | None) -> None:
         if error is not None:
             self._refuse(job, error)
             return
@@ -255,29 +255,35 @@ class JobService:
         os.close(job.plan)
         job.plan = -1
         answer, job.answer = job.answer, None
-        job = self._restaged(job)
+        job = self._match_lost_job(job)
         self.schedule.journaled(job.token)
         if answer is not None:
             answer(job)
         _acknowledged()
         self._runner.advance()
 
-    def _restaged(self, job: Job) -> Job:
+    def _match_lost_job(self, job: Job) -> Job:
         """The earlier job for the same checkpoint, if it had lost its arena; else `job`.
 
         The earlier job gets the arena, and `job` is forgotten.
         """
-        same = [old for old in self._table.jobs.values() if old.lost and old.entry.plan_digest == job.entry.plan_digest]
-        if not same:
+        lost_jobs = [
+            lost_job
+            for lost_job in self._table.jobs.values()
+            if lost_job.lost and lost_job.entry.plan_digest == job.entry.plan_digest
+        ]
+        if not lost_jobs:
             return job
-        old, arena = same[0], job.arena
-        _log.info("%s is back with its arena", old.entry.about or old.token)
-        old.arena, old.lost, job.arena = arena, False, -1
+        lost_job, arena = lost_jobs[0], job.arena
+        _log.info("%s is back with its arena", lost_job.entry.about or lost_job.token)
+        lost_job.arena, lost_job.lost, job.arena = arena, False, -1
         self._table.forget(job)
-        self.schedule.adopt(old.token, old.entry.size, urgent=old.entry.urgent, state="queued", holds=old.entry.size)
-        self._table.files.submit(self._table.keeper.put, old.token, arena)
+        self.schedule.adopt(
+            lost_job.token, lost_job.entry.size, urgent=lost_job.entry.urgent, state="queued", holds=lost_job.entry.size
+        )
+        self._table.files.submit(self._table.keeper.put, lost_job.token, arena)
         self._table.clean(job.token)
-        return old
+        return lost_job
 
     def _refuse(self, job: Job, error: HeadraceError) -> None:
         job.cancel_wait()

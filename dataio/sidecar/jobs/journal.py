@@ -95,13 +95,13 @@ class Journal:
 
     def load(self) -> list[Entry]:
         """All valid entries, oldest first. Invalid ones are moved to `refused/`, and files without an entry removed."""
-        found = [entry for name in self._names(".job") if (entry := self._read(name)) is not None]
-        known = {entry.token for entry in found}
+        entries = [entry for name in self._names(".job") if (entry := self._read(name)) is not None]
+        tokens = {entry.token for entry in entries}
         for name in self._names(""):
             match = _NAME.fullmatch(name)
-            if match is not None and (match[3] or match[1] not in known):
+            if match is not None and (match[3] or match[1] not in tokens):
                 os.unlink(self.folder / name)
-        return sorted(found, key=lambda entry: entry.accepted)
+        return sorted(entries, key=lambda entry: entry.accepted)
 
     def plan(self, entry: Entry) -> int:
         """A descriptor of the verified plan. The caller must close it."""
@@ -128,7 +128,7 @@ class Journal:
 
     def _read(self, name: str) -> Entry | None:
         try:
-            return _checked(self.folder / name, name)
+            return _read_entry(self.folder / name, name)
         except (OSError, HeadraceError) as error:
             _log.error("the journal's entry %s is invalid and was moved to refused/: %s", name, error)
             self._move_to_refused(name)
@@ -138,16 +138,16 @@ class Journal:
         refused = private_directory(self.folder / "refused")
         with contextlib.suppress(OSError):
             os.replace(self.folder / name, refused / name)
-        old = sorted(refused.iterdir(), key=lambda path: path.lstat().st_mtime)
-        for path in old[:-REFUSED]:
+        refused_files = sorted(refused.iterdir(), key=lambda path: path.lstat().st_mtime)
+        for path in refused_files[:-REFUSED]:
             with contextlib.suppress(OSError):
                 path.unlink()
 
     def _write(self, name: str, data: bytes, *, sync: bool) -> None:
-        new = self.folder / f"{name}.new"
+        temporary = self.folder / f"{name}.new"
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(new)
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            os.unlink(temporary)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             view = memoryview(data)
             while view:
@@ -156,7 +156,7 @@ class Journal:
                 os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(new, self.folder / name)
+        os.rename(temporary, self.folder / name)
 
     def _sync(self) -> None:
         fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -192,8 +192,8 @@ def _encode(entry: Entry) -> bytes:
     return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
 
 
-def _checked(path: Path, name: str) -> Entry:
-    data = _owned(path)
+def _read_entry(path: Path, name: str) -> Entry:
+    data = _read_own_file(path)
     if len(data) < _HEAD.size + _SUM.size or data[:6] != MAGIC[:6]:
         raise CorruptionError("it is not an entry")
     magic, length = _HEAD.unpack_from(data)
@@ -212,14 +212,14 @@ def _checked(path: Path, name: str) -> Entry:
     return entry
 
 
-def _owned(path: Path) -> bytes:
+def _read_own_file(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise CorruptionError("it is not a file of this user")
-        if found.st_size > ENTRY_BYTES:
-            raise CorruptionError(f"it has {found.st_size} bytes; the most is {ENTRY_BYTES}")
+        if status.st_size > ENTRY_BYTES:
+            raise CorruptionError(f"it has {status.st_size} bytes; the most is {ENTRY_BYTES}")
         return _pread(fd, ENTRY_BYTES)
     finally:
         os.close(fd)

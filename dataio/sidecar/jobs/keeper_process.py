@@ -40,7 +40,7 @@ class KeeperProcess:
         self._held: dict[str, int] = {}
         self._peers: list[socket.socket] = []
         self._alone_since: float | None = time.monotonic()
-        self._seen = False
+        self._had_peer = False
 
     def serve(self) -> None:
         while not self._is_useless():
@@ -58,7 +58,7 @@ class KeeperProcess:
         return (
             alone >= self._limit
             or not self._can_be_found()
-            or (not self._held and (self._seen or alone >= FIRST_SECONDS))
+            or (not self._held and (self._had_peer or alone >= FIRST_SECONDS))
         )
 
     def _can_be_found(self) -> bool:
@@ -75,7 +75,7 @@ class KeeperProcess:
             sock.close()
             return
         self._peers.append(sock)
-        self._alone_since, self._seen = None, True
+        self._alone_since, self._had_peer = None, True
 
     def _answer(self, sock: socket.socket) -> None:
         try:
@@ -85,17 +85,17 @@ class KeeperProcess:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
             if not data or not self._execute(sock, data.decode("ascii", "replace").split(" "), list(descriptors)):
-                self._leave(sock)
+                self._disconnect(sock)
         except OSError:
-            self._leave(sock)
+            self._disconnect(sock)
 
     def _execute(self, sock: socket.socket, fields: list[str], descriptors: list[int]) -> bool:
         """Execute a message; returns whether it was valid."""
         if fields[0] == "put" and len(fields) == 2 and len(descriptors) == 1 and 0 < len(fields[1]) <= 64:
             room = len(self._held) < HELD or fields[1] in self._held
-            for old in [self._held.pop(fields[1], -1)] if room else descriptors:
-                if old >= 0:
-                    os.close(old)
+            for replaced in [self._held.pop(fields[1], -1)] if room else descriptors:
+                if replaced >= 0:
+                    os.close(replaced)
             if room:
                 self._held[fields[1]] = descriptors[0]
             sock.sendall(b"ok" if room else b"no")
@@ -111,14 +111,14 @@ class KeeperProcess:
                 os.close(fd)
             sock.sendall(b"ok")
         elif fields[0] == "take" and len(fields) == 2:
-            found = self._held.get(fields[1])
-            rights = [] if found is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [found]))]
-            sock.sendmsg([b"no" if found is None else b"ok"], rights)
+            held_fd = self._held.get(fields[1])
+            rights = [] if held_fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [held_fd]))]
+            sock.sendmsg([b"no" if held_fd is None else b"ok"], rights)
         else:
             return False
         return True
 
-    def _leave(self, sock: socket.socket) -> None:
+    def _disconnect(self, sock: socket.socket) -> None:
         sock.close()
         self._peers.remove(sock)
         if not self._peers:

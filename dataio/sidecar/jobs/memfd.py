@@ -46,19 +46,19 @@ def check_plan(fd: int) -> int:
     return size
 
 
-def _check(fd: int, what: str, wanted: int) -> int:
+def _check(fd: int, subject: str, required_seals: int) -> int:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
-        raise UsageError(f"{what} is not a memory file", hint=_HINT) from None
+        raise UsageError(f"{subject} is not a memory file", hint=_HINT) from None
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY:
-        raise UsageError(f"{what} cannot be read through this descriptor")
-    if seals & wanted != wanted:
+        raise UsageError(f"{subject} cannot be read through this descriptor")
+    if seals & required_seals != required_seals:
         names = {
             fcntl.F_SEAL_SHRINK: "F_SEAL_SHRINK",
             fcntl.F_SEAL_GROW: "F_SEAL_GROW",
             fcntl.F_SEAL_WRITE: "F_SEAL_WRITE",
         }
-        lacking = " and ".join(name for seal, name in names.items() if wanted & ~seals & seal)
-        raise UsageError(f"{what} lacks {lacking}", hint=_HINT)
+        lacking = " and ".join(name for seal, name in names.items() if required_seals & ~seals & seal)
+        raise UsageError(f"{subject} lacks {lacking}", hint=_HINT)
     return os.fstat(fd).st_size

@@ -75,7 +75,7 @@ class Runner:
             self._watch(job, worker)
         else:
             end = worker.follow(lambda line: self._on_event(job, decode_event(line)))
-            self._ended(job, end)
+            self._on_worker_ended(job, end)
 
     def advance(self) -> None:
         """Accept and start the jobs that the schedule allows now."""
@@ -101,7 +101,7 @@ class Runner:
         except (OSError, HeadraceError, IndexError) as error:
             name = command[0] if command else f"a job of kind {job.entry.kind}"
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            self._ended(job, End(f"cannot start {name}: {reason}", killed=False))
+            self._on_worker_ended(job, End(f"cannot start {name}: {reason}", killed=False))
             return
         tries, pid = job.entry.tries + 1, worker.pid
         job.entry = replaced(job.entry, tries=tries, pid=pid, started=started_at(pid))
@@ -111,7 +111,7 @@ class Runner:
     def _watch(self, job: Job, worker: Worker) -> None:
         def watch() -> None:
             end = worker.follow(lambda line: self._call(partial(self._on_event, job, decode_event(line))))
-            self._call(partial(self._ended, job, end))
+            self._call(partial(self._on_worker_ended, job, end))
 
         threading.Thread(target=watch, name=f"headrace-job-{job.token[:8]}", daemon=True).start()
 
@@ -123,25 +123,25 @@ class Runner:
             job.done, job.total = event.done, event.total
             self._table.notify(job, m.Progress(job.token, event.done, event.total))
         elif kind == "released":
-            self._released(job)
+            self._on_released(job)
         elif kind == "committing":
             self._table.schedule.committing(job.token)
             self.advance()
         elif kind == "done":
             self._table.settle(job, m.Done(job.token, bytes(event.result).decode()))
         elif kind == "failed":
-            self._failed(job, event)
+            self._on_failed(job, event)
         else:
             job.bad_lines += 1
 
-    def _released(self, job: Job) -> None:
+    def _on_released(self, job: Job) -> None:
         if not job.released:
             job.released = True
             self._table.release_arena(job)
             self._table.notify(job, m.Released(job.token))
             self.advance()
 
-    def _failed(self, job: Job, event: Event) -> None:
+    def _on_failed(self, job: Job, event: Event) -> None:
         job.failures += 1
         if job.failures <= job.entry.failures:  # an event that an earlier daemon handled
             return
@@ -150,7 +150,7 @@ class Runner:
         else:
             self._table.settle(job, failure(job, event))
 
-    def _ended(self, job: Job, end: End) -> None:
+    def _on_worker_ended(self, job: Job, end: End) -> None:
         """The worker has exited: end the job, or start another worker, now or later."""
         if job.outcome is not None:
             self._finish(job)
@@ -174,17 +174,15 @@ class Runner:
     def _try_later(self, job: Job, trouble: m.JobFailed) -> None:
         """Schedule a retry after a failure, because the store may recover."""
         now = time.time()
-        since = job.entry.failing_since or now
-        pause = self.retry_schedule.pause(job.failures, now - since, random.random())
+        failing_since = job.entry.failing_since or now
+        pause = self.retry_schedule.pause(job.failures, now - failing_since, random.random())
         if pause is None:
-            self._table.settle(job, given_up(trouble, job.failures, now - since))
+            self._table.settle(job, given_up(trouble, job.failures, now - failing_since))
             self._finish(job)
             return
-        about = job.entry.about or job.token
-        _log.warning(
-            "%s failed and is retried in %.0f s, as no trainer waits for it: %s", about, pause, trouble.message
-        )
-        job.entry = replaced(job.entry, failures=job.failures, failing_since=since)
+        name = job.entry.about or job.token
+        _log.warning("%s failed and is retried in %.0f s, as no trainer waits for it: %s", name, pause, trouble.message)
+        job.entry = replaced(job.entry, failures=job.failures, failing_since=failing_since)
         self._table.files.submit(self._table.journal.update, job.entry)
         job.next_try = time.monotonic() + pause
         self._table.schedule.retry_later(job.token)

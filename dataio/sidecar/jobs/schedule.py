@@ -152,9 +152,9 @@ class Schedule:
                 f"{format_bytes(self.budget)}",
                 hint="raise arena_bytes",
             )
-        before = sum(len(self._tokens_in(state, urgent)) for state in ("waiting", "taken", "queued", "retrying"))
-        if before - self._free_slots(urgent) >= self._queued:
-            raise CapacityError(f"{before} staged checkpoints wait already; the most is {self._queued}")
+        unfinished = sum(len(self._tokens_in(state, urgent)) for state in ("waiting", "taken", "queued", "retrying"))
+        if unfinished - self._free_slots(urgent) >= self._queued:
+            raise CapacityError(f"{unfinished} staged checkpoints wait already; the most is {self._queued}")
 
     def _tokens_in(self, state: str, urgent: bool) -> list[str]:
         return [token for token, item in self._items.items() if item.state == state and item.urgent == urgent]
@@ -184,8 +184,8 @@ class RetrySchedule:
 
         The job has failed `failures` times, for the first time `elapsed` seconds ago. `draw` is a random number in [0, 1).
         """
-        left = self.limit - elapsed
-        if left <= 0:
+        remaining = self.limit - elapsed
+        if remaining <= 0:
             return None
-        most = min(self.longest, self.first * 2.0 ** min(failures - 1, 32))
-        return min(most * (1 + draw) / 2, left)
+        longest = min(self.longest, self.first * 2.0 ** min(failures - 1, 32))
+        return min(longest * (1 + draw) / 2, remaining)

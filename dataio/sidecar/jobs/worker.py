@@ -64,10 +64,10 @@ class Worker:
     ) -> None:
         self._journal, self._token, self._process, self._start = journal, token, process, start
         self._events = journal.open(token, "events")
-        self._ended = select.poll()
+        self._exit_poll = select.poll()
         if process is not None:
             self._pidfd = os.pidfd_open(process.pid)
-            self._ended.register(self._pidfd, select.POLLIN)
+            self._exit_poll.register(self._pidfd, select.POLLIN)
 
     @classmethod
     def start(
@@ -77,18 +77,18 @@ class Worker:
         token = entry.token
         with contextlib.ExitStack() as stack:
 
-            def own(fd: int) -> int:
+            def close_later(fd: int) -> int:
                 stack.callback(os.close, fd)
                 return fd
 
-            plan = own(journal.plan(entry))
-            progress = own(journal.open(token, "progress"))
-            passing = own(gate.for_a_worker()) if gate is not None else -1
-            events = own(journal.open(token, "events", os.O_RDWR | os.O_CREAT | os.O_APPEND))
-            log = own(journal.open(token, "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+            plan = close_later(journal.plan(entry))
+            progress = close_later(journal.open(token, "progress"))
+            gate_fd = close_later(gate.for_a_worker()) if gate is not None else -1
+            events = close_later(journal.open(token, "events", os.O_RDWR | os.O_CREAT | os.O_APPEND))
+            log = close_later(journal.open(token, "log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
             fcntl.flock(events, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            start = _at_a_lines_start(events)
-            numbers = {"--arena-fd": arena, "--plan-fd": plan, "--progress-fd": progress, "--gate-fd": passing}
+            start = _start_new_line(events)
+            numbers = {"--arena-fd": arena, "--plan-fd": plan, "--progress-fd": progress, "--gate-fd": gate_fd}
             process = subprocess.Popen(
                 [*command, *(str(part) for pair in numbers.items() for part in pair)],
                 stdin=subprocess.DEVNULL,
@@ -135,17 +135,17 @@ class Worker:
                 time.sleep(5 * POLL_SECONDS)
                 return False
             return True
-        if not self._ended.poll(POLL_SECONDS * 1000):
+        if not self._exit_poll.poll(POLL_SECONDS * 1000):
             return False
         self._process.wait()
         return True
 
     def _end(self) -> End:
         code = self._process.returncode if self._process is not None else None
-        what = "its process ended" if code is None else f"its process ended with code {code}"
+        summary = "its process ended" if code is None else f"its process ended with code {code}"
         output = "\n".join(self._last_log_lines())[-3000:]
         return End(
-            f"{what} and no result" + (f"; its last output:\n{output}" if output else ""), code is None or code < 0
+            f"{summary} and no result" + (f"; its last output:\n{output}" if output else ""), code is None or code < 0
         )
 
     def _last_log_lines(self) -> list[str]:
@@ -160,7 +160,7 @@ class Worker:
         return []
 
 
-def _at_a_lines_start(events: int) -> int:
+def _start_new_line(events: int) -> int:
     """The size of the file. If the previous worker died within a line, that line is ended first."""
     size = os.fstat(events).st_size
     return size + os.write(events, b"\n") if size and os.pread(events, 1, size - 1) != b"\n" else size
@@ -195,10 +195,10 @@ _events = msgspec.json.Decoder(Event)
 def decode_event(line: bytes) -> Event | None:
     """The event of a line, or None if it is not one."""
     try:
-        found = _events.decode(line) if line else None
+        event = _events.decode(line) if line else None
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    return found if found is not None and bytes(found.result).startswith(b"{") else None
+    return event if event is not None and bytes(event.result).startswith(b"{") else None
 
 
 class Lines:
@@ -208,9 +208,9 @@ class Lines:
         self._rest, self._overlong = b"", False
 
     def feed(self, data: bytes) -> list[bytes]:
-        *ended, self._rest = (self._rest + data).split(b"\n")
-        lines = [b"" if len(line) > LINE_BYTES else line for line in ended]
-        if ended and self._overlong:
+        *complete, self._rest = (self._rest + data).split(b"\n")
+        lines = [b"" if len(line) > LINE_BYTES else line for line in complete]
+        if complete and self._overlong:
             lines[0], self._overlong = b"", False
         if len(self._rest) > LINE_BYTES:
             self._rest, self._overlong = b"", True

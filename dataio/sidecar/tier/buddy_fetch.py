@@ -56,13 +56,13 @@ class BuddyFetch:
         if time.monotonic() < self._unreachable_until:
             return False
         if not key:
-            return self._records(source)
+            return self._fetch_records(source)
         if self._local_tier.has(source, key):
             return True
-        wanted = self._want((source, key), urgent=True)
+        requested = self._request((source, key), urgent=True)
         for name in self._needed_with(source, key):
-            self._want(name, urgent=False)
-        return wanted.result()
+            self._request(name, urgent=False)
+        return requested.result()
 
     def close(self) -> None:
         """Stop; pending requests return False."""
@@ -74,22 +74,22 @@ class BuddyFetch:
 
     def _needed_with(self, source: str, key: str) -> list[_Name]:
         """The other objects of the records that name this one. A record is used only once, for its first request."""
-        found: dict[_Name, None] = {}
+        names: dict[_Name, None] = {}
         for record in self._local_tier.records(source):
             if key in record.keys and self._is_new(record):
-                found.update(dict.fromkeys((source, other) for other in record.keys))
-        return [name for name in found if name[1] != key and not self._local_tier.has(*name)][:AHEAD]
+                names.update(dict.fromkeys((source, other) for other in record.keys))
+        return [name for name in names if name[1] != key and not self._local_tier.has(*name)][:AHEAD]
 
     def _is_new(self, record: Record) -> bool:
         name = (record.attempt, record.rank)
         with self._lock:
-            new = name not in self._followed
+            is_new = name not in self._followed
             self._followed[name] = None
             while len(self._followed) > FOLLOWED:
                 del self._followed[next(iter(self._followed))]
-        return new
+        return is_new
 
-    def _want(self, name: _Name, *, urgent: bool) -> Future[bool]:
+    def _request(self, name: _Name, *, urgent: bool) -> Future[bool]:
         with self._lock:
             pending = self._in_flight.get(name)
             if pending is None:
@@ -122,7 +122,7 @@ class BuddyFetch:
                     self._count("found" if found else "absent")
                 except (HeadraceError, OSError) as error:
                     buddy = None  # the connection may still deliver the rest of that object
-                    self._failed(name, error)
+                    self._report_failure(name, error)
                 finally:
                     self._complete(name, found)
 
@@ -139,7 +139,7 @@ class BuddyFetch:
         if pending is not None:
             pending.set_result(found)
 
-    def _failed(self, name: _Name, error: Exception) -> None:
+    def _report_failure(self, name: _Name, error: Exception) -> None:
         _log.warning("the buddy could not supply %s: %s", name[1] or "its records", error)
         self._count("failed")
         if not isinstance(error, CapacityError | CorruptionError):
@@ -154,14 +154,14 @@ class BuddyFetch:
         for pending in dropped:
             pending.set_result(False)
 
-    def _records(self, source: str) -> bool:
+    def _fetch_records(self, source: str) -> bool:
         try:
             with BuddyClient.connect(self._config, self._context, self._pace) as buddy:
                 records = buddy.records(source)
             for record in records:
                 self._local_tier.put_record(as_guest(record))
         except (HeadraceError, OSError) as error:
-            self._failed((source, ""), error)
+            self._report_failure((source, ""), error)
             return False
         self._count("found" if records else "absent")
         return bool(records)

@@ -49,12 +49,12 @@ class BuddyClient:
 
     @classmethod
     def connect(cls, config: TierConfig, context: ssl.SSLContext, pace: p.RateLimit) -> BuddyClient:
-        where = config.buddy
-        assert where is not None
-        with _buddy_errors(f"the buddy at {where}"):
-            sock = socket.create_connection((where.host, where.port), CONNECT_SECONDS)
+        address = config.buddy
+        assert address is not None
+        with _buddy_errors(f"the buddy at {address}"):
+            sock = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
             try:
-                sock = context.wrap_socket(sock, server_hostname=where.host)
+                sock = context.wrap_socket(sock, server_hostname=address.host)
                 channel = p.Channel(sock, pace)
                 channel.send(p.Hello(p.VERSION))
                 _expect(channel.answer(), p.Welcome)
@@ -65,15 +65,15 @@ class BuddyClient:
 
     def offer(self, local_tier: LocalTier, source: str, key: str) -> bool:
         """Send an object of `local_tier`, unless the buddy has it; False if it is no longer in `local_tier`."""
-        held = local_tier.open(source, key)
-        if held is None:
+        tier_object = local_tier.open(source, key)
+        if tier_object is None:
             return False
         with _buddy_errors(f"sending {key} to the buddy"):
-            self._channel.send(p.Offer(source, key, held.size, held.label.digest))
+            self._channel.send(p.Offer(source, key, tier_object.size, tier_object.label.digest))
             want = _expect(self._channel.answer(), p.Want)
-            if want.offset > held.size:
+            if want.offset > tier_object.size:
                 raise p.ProtocolError("it requested bytes after the end of the object")
-            self.sent += self._channel.send_bytes(held.pieces(want.offset))
+            self.sent += self._channel.send_bytes(tier_object.pieces(want.offset))
             _expect(self._channel.answer(), p.Stored)
         return True
 
@@ -99,12 +99,12 @@ class BuddyClient:
             answer = self._channel.answer()
             if isinstance(answer, p.Absent):
                 return False
-            found = _expect(answer, p.Found)
+            header = _expect(answer, p.Found)
             with local_tier.reserve() as reservation:
                 writer = reservation.writer(source, key)
-                for piece in self._channel.body(found.size):
+                for piece in self._channel.body(header.size):
                     writer.write(piece)
-                if writer.digest != found.digest:
+                if writer.digest != header.digest:
                     raise CorruptionError(f"the buddy sent {key} with another digest")
                 writer.commit()
         return True
@@ -154,11 +154,11 @@ _log = get_logger(__name__)
 class Copy:
     """The newest step of a run on the buddy.
 
-    `made` is the Unix time of its record. `sent` is the Unix time at which the copy was complete.
+    `created` is the Unix time of its record. `sent` is the Unix time at which the copy was complete.
     """
 
     step: int
-    made: float
+    created: float
     sent: float
 
 
@@ -173,7 +173,7 @@ class CopySender:
         self._context, self._rate_limit = client_context(config), p.RateLimit(config.rate)
         self._pause = SHORTEST
         self._sent: dict[tuple[str, str, bytes], None] = {}
-        self._done: dict[tuple[str, int, bool], None] = {}
+        self._copied: dict[tuple[str, int, bool], None] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headrace-copies", daemon=True)
         self.trouble, self.waiting, self.bytes = "not reached yet", 0, 0
@@ -181,7 +181,7 @@ class CopySender:
 
     def has(self, record: Record) -> bool:
         """Whether the buddy has all of this rank's part of the step."""
-        return any((record.attempt, record.rank, committed) in self._done for committed in (False, True))
+        return any((record.attempt, record.rank, committed) in self._copied for committed in (False, True))
 
     def start(self) -> None:
         self._thread.start()
@@ -199,7 +199,7 @@ class CopySender:
                         self._report_reachable()
                     self._send_all(buddy)
             except (HeadraceError, OSError) as error:
-                self._trouble(str(error))
+                self._report_trouble(str(error))
                 self._stop.wait(self._pause)
                 self._pause = min(self._pause * 2, LONGEST)
 
@@ -218,27 +218,29 @@ class CopySender:
 
     def _next(self) -> Record | None:
         """The newest record that the buddy lacks, or has only in its state before the commit. Updates `waiting`."""
-        left = [r for r in self._local_tier.records() if not r.guest and not r.over and _name(r) not in self._done]
-        self.waiting = len(left)
-        return left[0] if left else None
+        unsent = [
+            r for r in self._local_tier.records() if not r.guest and not r.over and _copy_id(r) not in self._copied
+        ]
+        self.waiting = len(unsent)
+        return unsent[0] if unsent else None
 
     def _send(self, buddy: BuddyClient, record: Record) -> None:
         for key in record.keys:
             if self._stop.is_set():
                 return
-            held, before = self._local_tier.open(record.source, key), buddy.sent
-            if held is None:
+            tier_object, sent_before = self._local_tier.open(record.source, key), buddy.sent
+            if tier_object is None:
                 continue
             # the digest is needed: a second worker's manifest has the same key as the first one's
-            name = (record.source, key, held.label.digest)
+            name = (record.source, key, tier_object.label.digest)
             if name not in self._sent and buddy.offer(self._local_tier, record.source, key):
-                _note(self._sent, name)
-            self.bytes += buddy.sent - before
+                _remember(self._sent, name)
+            self.bytes += buddy.sent - sent_before
         buddy.keep(record)
-        _note(self._done, _name(record))
+        _remember(self._copied, _copy_id(record))
         self._report_reachable()
-        known = self.copies.get(record.run)
-        if known is None or record.created >= known.made:
+        last_copy = self.copies.get(record.run)
+        if last_copy is None or record.created >= last_copy.created:
             self.copies.pop(record.run, None)
             self.copies[record.run] = Copy(record.step, record.created, time.time())
             while len(self.copies) > RUNS:
@@ -249,17 +251,17 @@ class CopySender:
             _log.info("the buddy at %s takes copies", self._config.buddy)
         self.trouble, self._pause = "", SHORTEST
 
-    def _trouble(self, why: str) -> None:
-        if why != self.trouble:
-            _log.warning("the buddy receives no copies; saves continue: %s", why)
-        self.trouble = why
+    def _report_trouble(self, reason: str) -> None:
+        if reason != self.trouble:
+            _log.warning("the buddy receives no copies; saves continue: %s", reason)
+        self.trouble = reason
 
 
-def _name(record: Record) -> tuple[str, int, bool]:
+def _copy_id(record: Record) -> tuple[str, int, bool]:
     return record.attempt, record.rank, record.committed > 0
 
 
-def _note(known: dict[K, None], name: K, most: int = 65536) -> None:
-    known[name] = None
-    while len(known) > most:
-        del known[next(iter(known))]
+def _remember(names: dict[K, None], name: K, limit: int = 65536) -> None:
+    names[name] = None
+    while len(names) > limit:
+        del names[next(iter(names))]

@@ -88,18 +88,18 @@ def address(text: str) -> Address | None:
         return None
     host, separator, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-    plain = host and (":" not in host or text.startswith("[")) and all(c.isalnum() or c in ".-:_" for c in host)
-    if not separator or not plain or not port.isdecimal() or int(port) > 65535:
+    valid = host and (":" not in host or text.startswith("[")) and all(c.isalnum() or c in ".-:_" for c in host)
+    if not separator or not valid or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"{text!r} is not of the form host:port")
     return Address(host, int(port))
 
 
 def names(text: str) -> tuple[str, ...]:
     """Parse names of certificates, separated by commas, or `off`."""
-    found = tuple(name.strip() for name in text.split(",")) if text != OFF else ()
-    if not all(found):
+    parsed = tuple(name.strip() for name in text.split(",")) if text != OFF else ()
+    if not all(parsed):
         raise UsageError(f"{text!r} has an empty name")
-    return found
+    return parsed
 
 
 def rate(text: str) -> int | None:
@@ -129,11 +129,11 @@ def client_context(config: TierConfig) -> ssl.SSLContext:
 def require_name(peer: ssl.SSLSocket, welcome: Sequence[str]) -> str:
     """The accepted name in the peer's certificate; `UnknownPeerError` if there is none."""
     certificate = peer.getpeercert() or {}
-    found = names_of(certificate)
-    for name in found:
-        if any(same_name(name, wanted) for wanted in welcome):
+    certificate_names = names_of(certificate)
+    for name in certificate_names:
+        if any(same_name(name, accepted) for accepted in welcome):
             return name
-    raise UnknownPeerError(f"a certificate for {', '.join(found)[:200] or 'no name'}")
+    raise UnknownPeerError(f"a certificate for {', '.join(certificate_names)[:200] or 'no name'}")
 
 
 def names_of(certificate: dict[str, Any]) -> list[str]:
@@ -141,12 +141,12 @@ def names_of(certificate: dict[str, Any]) -> list[str]:
     return [str(value) for kind, value in certificate.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
 
 
-def same_name(name: str, wanted: str) -> bool:
+def same_name(name: str, accepted: str) -> bool:
     """Compare addresses by value and names without case; there are no wildcards."""
     try:
-        return ipaddress.ip_address(name) == ipaddress.ip_address(wanted)
+        return ipaddress.ip_address(name) == ipaddress.ip_address(accepted)
     except ValueError:
-        return name.lower() == wanted.lower()
+        return name.lower() == accepted.lower()
 
 
 class _ClosingSocket(ssl.SSLSocket):
@@ -173,9 +173,9 @@ def _context(side: int, config: TierConfig) -> ssl.SSLContext:
         context.load_cert_chain(config.cert, config.key, password=_no_password)
         context.load_verify_locations(config.ca)
     except (OSError, ssl.SSLError) as error:
-        why = getattr(error, "reason", None) or getattr(error, "strerror", None) or "it is not PEM"
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "it is not PEM"
         raise UsageError(
-            f"tls_cert {config.cert}, tls_key and tls_ca {config.ca} cannot be used together: {why}",
+            f"tls_cert {config.cert}, tls_key and tls_ca {config.ca} cannot be used together: {reason}",
             hint="PEM files; the key is the certificate's and has no password",
         ) from None
     return context

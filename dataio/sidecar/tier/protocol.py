@@ -151,17 +151,17 @@ class Channel:
 
     def send(self, message: Message) -> None:
         data = msgspec.msgpack.encode(message)
-        self._send_all(memoryview(_LENGTH.pack(_bounded(len(data))) + data), time.monotonic() + IO_SECONDS)
+        self._send_all(memoryview(_LENGTH.pack(_check_length(len(data))) + data), time.monotonic() + IO_SECONDS)
 
     def request(self) -> Request | None:
         """The peer's next request; None if it closed the connection between two messages."""
         return self._receive(_requests)
 
     def answer(self) -> Answer:
-        found = self._receive(_answers)
-        if found is None:
+        answer = self._receive(_answers)
+        if answer is None:
             raise ConnectionError("the buddy closed the connection")
-        return found
+        return answer
 
     def send_bytes(self, pieces: Iterable[memoryview | bytes]) -> int:
         """Send the pieces at the configured rate; returns the number of bytes."""
@@ -180,14 +180,14 @@ class Channel:
         """The next `size` bytes in pieces. A piece is valid until the next one is requested."""
         if size < 0:
             raise ProtocolError("it sends fewer bytes than it has sent already")
-        buffer, left = memoryview(bytearray(min(PIECE, max(size, 1)))), size
+        buffer, remaining = memoryview(bytearray(min(PIECE, max(size, 1)))), size
         until = time.monotonic() + IO_SECONDS
-        while left:
-            part = buffer[: min(left, len(buffer))]
+        while remaining:
+            part = buffer[: min(remaining, len(buffer))]
             until += len(part) / LEAST_RATE
             self._fill(part, until)
             yield part
-            left -= len(part)
+            remaining -= len(part)
 
     def whole(self, size: int) -> bytes:
         """The next `size` bytes."""
@@ -202,7 +202,7 @@ class Channel:
         head = bytearray(_LENGTH.size)
         if not self._fill(memoryview(head), time.monotonic() + IO_SECONDS, may_end=True):
             return None
-        data = self.whole(_bounded(_LENGTH.unpack(head)[0]))
+        data = self.whole(_check_length(_LENGTH.unpack(head)[0]))
         try:
             return decoder.decode(data)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -215,25 +215,25 @@ class Channel:
 
     def _limit(self, until: float) -> None:
         """Make the next read or write time out at `until`, or after `IO_SECONDS` if that is earlier."""
-        left = until - time.monotonic()
-        if left <= 0:
+        remaining = until - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("the whole transfer took too long")
-        self._sock.settimeout(min(left, IO_SECONDS))
+        self._sock.settimeout(min(remaining, IO_SECONDS))
 
     def _fill(self, view: memoryview, until: float, *, may_end: bool = False) -> bool:
         done = 0
         while done < len(view):
             self._limit(until)
-            got = self._sock.recv_into(view[done:])
-            if not got:
+            received = self._sock.recv_into(view[done:])
+            if not received:
                 if may_end and not done:
                     return False
                 raise ConnectionError("the connection ended in the middle of a message")
-            done += got
+            done += received
         return True
 
 
-def _bounded(length: int) -> int:
+def _check_length(length: int) -> int:
     """Return `length`; `ProtocolError` if a message may not be that long."""
     if length > MESSAGE_BYTES:
         raise ProtocolError(f"a message of {length} bytes; the most is {MESSAGE_BYTES}")

@@ -54,13 +54,13 @@ class _Partial:
     """An incomplete object with its own reservation; `busy` while a connection writes to it."""
 
     writer: Writer
-    ends: ExitStack
+    exit_stack: ExitStack
     busy: bool = True
     touched: float = field(default_factory=time.monotonic)
 
     def discard(self) -> None:
         self.writer.discard()
-        self.ends.close()
+        self.exit_stack.close()
 
 
 class BuddyServer:
@@ -71,7 +71,7 @@ class BuddyServer:
         self._context = server_context(config)
         self._lock = threading.Lock()
         self._peers: dict[socket.socket, str] = {}  # with their addresses, in order of arrival
-        self._known: set[socket.socket] = set()
+        self._admitted: set[socket.socket] = set()
         self._partials: dict[_Name, _Partial] = {}
         self._pace = p.RateLimit(config.rate)
         self._closed = False
@@ -81,11 +81,13 @@ class BuddyServer:
     def start(self) -> int:
         """Listen; returns the port. `UsageError` if it is in use."""
         assert self._config.listen is not None
-        where = self._config.listen
+        address = self._config.listen
         try:
-            self._socket = socket.create_server((where.host, where.port), family=_family(where.host), backlog=SILENT)
+            self._socket = socket.create_server(
+                (address.host, address.port), family=_family(address.host), backlog=SILENT
+            )
         except OSError as error:
-            raise UsageError(f"buddy_listen {where} cannot be used: {error.strerror}") from None
+            raise UsageError(f"buddy_listen {address} cannot be used: {error.strerror}") from None
         self._thread = threading.Thread(target=self._accept, name="headrace-buddies", daemon=True)
         self._thread.start()
         port: int = self._socket.getsockname()[1]
@@ -93,7 +95,7 @@ class BuddyServer:
 
     @property
     def peers(self) -> int:
-        return len(self._known)
+        return len(self._admitted)
 
     def close(self) -> None:
         self._closed = True
@@ -111,10 +113,10 @@ class BuddyServer:
 
     def tidy(self) -> None:
         """Discard incomplete objects that no peer has continued for `PARTIAL_SECONDS`."""
-        before = time.monotonic() - PARTIAL_SECONDS
+        cutoff = time.monotonic() - PARTIAL_SECONDS
         with self._lock:
-            old = [name for name, x in self._partials.items() if not x.busy and x.touched < before]
-            expired = [self._partials.pop(name) for name in old]
+            expired_names = [name for name, x in self._partials.items() if not x.busy and x.touched < cutoff]
+            expired = [self._partials.pop(name) for name in expired_names]
         for partial in expired:
             partial.discard()
 
@@ -164,7 +166,7 @@ class BuddyServer:
         If too many peers are not admitted yet, one of them is disconnected: another one, or this one.
         """
         with self._lock:
-            unadmitted = {other: at for other, at in self._peers.items() if other not in self._known}
+            unadmitted = {other: at for other, at in self._peers.items() if other not in self._admitted}
             replaced = _peer_to_replace(unadmitted, address) if len(unadmitted) >= UNADMITTED else None
             full = len(unadmitted) >= UNADMITTED and replaced is None
             if not full:
@@ -189,7 +191,7 @@ class BuddyServer:
                         raise _BusyError("another address has fewer connections")
                     self._peers[peer] = address
                 self._admit(peer)
-                self._talk(p.Channel(peer, self._pace))
+                self._serve_requests(p.Channel(peer, self._pace))
         except _BusyError as error:
             self._refuse("busy", address, error)
         except UnknownPeerError as error:
@@ -204,7 +206,7 @@ class BuddyServer:
             with self._lock:
                 self._peers.pop(sock, None)
                 self._peers.pop(peer, None)
-                self._known -= {peer}
+                self._admitted -= {peer}
             sock.close()
 
     def _admit(self, peer: ssl.SSLSocket) -> None:
@@ -221,9 +223,9 @@ class BuddyServer:
             timer.cancel()
         require_name(peer, self._config.welcome)
         with self._lock:
-            if len(self._known) >= CONNECTIONS:
+            if len(self._admitted) >= CONNECTIONS:
                 raise _BusyError(f"{CONNECTIONS} buddies are connected")
-            self._known.add(peer)
+            self._admitted.add(peer)
 
     def _refuse(self, reason: str, address: str, error: Exception) -> None:
         self.counts[reason] += 1
@@ -237,7 +239,7 @@ class BuddyServer:
                 text,
             )
 
-    def _talk(self, channel: p.Channel) -> None:
+    def _serve_requests(self, channel: p.Channel) -> None:
         hello = channel.request()
         if not isinstance(hello, p.Hello):
             raise p.ProtocolError("no hello")
@@ -248,26 +250,26 @@ class BuddyServer:
         while (request := channel.request()) is not None:
             match request:
                 case p.Offer():
-                    self._take(channel, request)
+                    self._receive_object(channel, request)
                 case p.Keep(size):
-                    self._keep(channel, channel.whole(size))
+                    self._keep_record(channel, channel.whole(size))
                 case p.List(source):
-                    self._list(channel, source)
+                    self._send_records(channel, source)
                 case p.Fetch():
-                    self._give(channel, request)
+                    self._send_object(channel, request)
                 case p.Hello():
                     raise p.ProtocolError("a second hello")
 
     # requests
 
-    def _take(self, channel: p.Channel, offer: p.Offer) -> None:
-        held = self._local_tier.open(offer.source, offer.key)
-        if held is not None and (held.size, held.label.digest) == (offer.size, offer.digest):
+    def _receive_object(self, channel: p.Channel, offer: p.Offer) -> None:
+        tier_object = self._local_tier.open(offer.source, offer.key)
+        if tier_object is not None and (tier_object.size, tier_object.label.digest) == (offer.size, offer.digest):
             channel.send(p.Want(offer.size))
             channel.send(p.Stored())
             return
         try:
-            partial = self._partial(offer)
+            partial = self._open_partial(offer)
         except (CapacityError, OSError) as error:
             channel.send(p.Refused("capacity", str(error)[:1000]))
             return
@@ -278,42 +280,42 @@ class BuddyServer:
                 self.received += len(piece)
         finally:
             partial.busy, partial.touched = False, time.monotonic()
-        channel.send(self._finished(offer, partial))
+        channel.send(self._finish_object(offer, partial))
 
-    def _partial(self, offer: p.Offer) -> _Partial:
+    def _open_partial(self, offer: p.Offer) -> _Partial:
         """The incomplete object to continue, or a new one."""
         name = (offer.source, offer.key, offer.digest, offer.size)
         with self._lock:
-            found = self._partials.get(name)
-            if found is not None and not found.busy:
-                found.busy = True
-                return found
-            if found is not None or len(self._partials) >= PARTIALS:
+            existing = self._partials.get(name)
+            if existing is not None and not existing.busy:
+                existing.busy = True
+                return existing
+            if existing is not None or len(self._partials) >= PARTIALS:
                 raise CapacityError(
-                    "the object is already being sent" if found else f"{PARTIALS} objects are already being sent"
+                    "the object is already being sent" if existing else f"{PARTIALS} objects are already being sent"
                 )
             self._local_tier.make_room(offer.size)
-            ends = ExitStack()
+            exit_stack = ExitStack()
             try:
-                writer = ends.enter_context(self._local_tier.reserve()).writer(offer.source, offer.key)
+                writer = exit_stack.enter_context(self._local_tier.reserve()).writer(offer.source, offer.key)
             except BaseException:
-                ends.close()
+                exit_stack.close()
                 raise
-            self._partials[name] = made = _Partial(writer, ends)
-            return made
+            self._partials[name] = partial = _Partial(writer, exit_stack)
+            return partial
 
-    def _finished(self, offer: p.Offer, partial: _Partial) -> p.Message:
+    def _finish_object(self, offer: p.Offer, partial: _Partial) -> p.Message:
         with self._lock:
             self._partials.pop((offer.source, offer.key, offer.digest, offer.size), None)
-        right = partial.writer.digest == offer.digest
+        matches = partial.writer.digest == offer.digest
         try:
-            if right:
+            if matches:
                 partial.writer.commit()
         finally:
             partial.discard()
-        return p.Stored() if right else p.Refused("corruption", f"the bytes of {offer.key} have another digest")
+        return p.Stored() if matches else p.Refused("corruption", f"the bytes of {offer.key} have another digest")
 
-    def _keep(self, channel: p.Channel, data: bytes) -> None:
+    def _keep_record(self, channel: p.Channel, data: bytes) -> None:
         try:
             self._local_tier.put_record(documents.as_guest(documents.decode(data, "a buddy's record")))
         except (HeadraceError, OSError) as error:
@@ -321,19 +323,19 @@ class BuddyServer:
             return
         channel.send(p.Stored())
 
-    def _list(self, channel: p.Channel, source: str) -> None:
-        found = [documents.encode(record) for record in self._local_tier.records(source)[: p.RECORDS]]
-        channel.send(p.Listed([len(data) for data in found]))
-        channel.send_bytes(found)
+    def _send_records(self, channel: p.Channel, source: str) -> None:
+        encoded = [documents.encode(record) for record in self._local_tier.records(source)[: p.RECORDS]]
+        channel.send(p.Listed([len(data) for data in encoded]))
+        channel.send_bytes(encoded)
 
-    def _give(self, channel: p.Channel, request: p.Fetch) -> None:
-        held = self._local_tier.open(request.source, request.key)
-        if held is None or request.offset > held.size:
+    def _send_object(self, channel: p.Channel, request: p.Fetch) -> None:
+        tier_object = self._local_tier.open(request.source, request.key)
+        if tier_object is None or request.offset > tier_object.size:
             channel.send(p.Absent())
             return
-        channel.send(p.Found(held.size, held.label.digest))
+        channel.send(p.Found(tier_object.size, tier_object.label.digest))
         try:
-            channel.send_bytes(held.pieces(request.offset))
+            channel.send_bytes(tier_object.pieces(request.offset))
         except HeadraceError as error:  # the file became shorter: end the connection, so the peer notices
             raise ConnectionError(str(error)) from None
 

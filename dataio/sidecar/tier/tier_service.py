@@ -82,8 +82,8 @@ class TierService:
     def commands(self, commands: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
         """The jobs' commands. The one for checkpoints gets further arguments, which describe the tier."""
         flags = ("--tier-dir", str(self.local_tier.root), "--tier-bytes", str(self.local_tier.limits.bytes))
-        more = (*flags, "--tier-steps", str(self.local_tier.limits.steps))
-        return {kind: (*command, *more) if kind == "checkpoint" else command for kind, command in commands.items()}
+        arguments = (*flags, "--tier-steps", str(self.local_tier.limits.steps))
+        return {kind: (*command, *arguments) if kind == "checkpoint" else command for kind, command in commands.items()}
 
     def recall(self, source: str, key: str) -> bool:
         """Fetch an object from the buddy, or with an empty key the records of a store.
@@ -144,7 +144,7 @@ class TierService:
             "waiting": sending.waiting,
             "sent_bytes": sending.bytes,
             "copies": [
-                {"run": run, "step": copy.step, "age_seconds": round(max(now - copy.made, 0.0), 1)}
+                {"run": run, "step": copy.step, "age_seconds": round(max(now - copy.created, 0.0), 1)}
                 for run, copy in list(sending.copies.items())
             ],
         }

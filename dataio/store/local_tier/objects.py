@@ -74,10 +74,10 @@ class TierObject:
             return False
         done = 0
         while done < len(buffer):
-            got = os.preadv(self._fd, [buffer[done:]], offset + done)
-            if not got:
+            count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            if not count:
                 return False
-            done += got
+            done += count
         return True
 
     def pieces(self, start: int = 0, size: int = 4 * MIB) -> Iterator[memoryview]:
@@ -231,11 +231,11 @@ def _read_label(fd: int) -> Label | None:
         length, magic = _TAIL.unpack(os.pread(fd, _TAIL.size, max(end - _TAIL.size, 0)))
         if magic != MAGIC or length > _LABEL_BYTES:
             return None
-        at = end - _TAIL.size - length
-        label = _label.decode(os.pread(fd, length, at)) if at >= 0 else None
+        label_start = end - _TAIL.size - length
+        label = _label.decode(os.pread(fd, length, label_start)) if label_start >= 0 else None
     except (OSError, struct.error, msgspec.MsgspecError, UnicodeDecodeError, ValueError):
         return None
-    return label if label is not None and label.size == at else None
+    return label if label is not None and label.size == label_start else None
 
 
 def claim_of(folder: Path) -> int | None:

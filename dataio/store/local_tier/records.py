@@ -81,15 +81,15 @@ def encode(record: Record) -> bytes:
     return msgspec.msgpack.encode(record)
 
 
-def decode(data: bytes, where: str) -> Record:
-    """Decode a record; `where` names it in the error."""
+def decode(data: bytes, name: str) -> Record:
+    """Decode a record; `name` names it in the error."""
     try:
         version = msgspec.msgpack.decode(data, type=_Head).version
         if version != VERSION:
-            raise UnsupportedError(f"{where} has version {version}; this Headrace reads version {VERSION}")
+            raise UnsupportedError(f"{name} has version {version}; this Headrace reads version {VERSION}")
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptionError(f"{where} is not a record of a kept step: {error}") from None
+        raise CorruptionError(f"{name} is not a record of a kept step: {error}") from None
 
 
 def as_guest(record: Record) -> Record:
@@ -110,20 +110,20 @@ class TierLimits:
 
 def removable_surplus(records: Iterable[Record], steps: int) -> list[Record]:
     """Return the removable records of steps that are `over`, or older than the newest `steps` committed ones."""
-    known = list(records)
-    newest = {rank: sorted(places, reverse=True)[:steps] for rank, places in _committed(known).items()}
-    return [r for r in known if r.over or (_expendable(r, newest) and _too_old(r, newest, steps))]
+    all_records = list(records)
+    newest = {rank: sorted(places, reverse=True)[:steps] for rank, places in _committed(all_records).items()}
+    return [r for r in all_records if r.over or (_is_removable(r, newest) and _is_too_old(r, newest, steps))]
 
 
 def removable_steps(records: Iterable[Record]) -> list[list[Record]]:
     """Return the removable steps, oldest first, each with all its records."""
-    known = list(records)
-    newest = {rank: [max(places)] for rank, places in _committed(known).items()}
+    all_records = list(records)
+    newest = {rank: [max(places)] for rank, places in _committed(all_records).items()}
     steps: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
-    for record in known:
+    for record in all_records:
         steps[record.source, record.run, record.attempt].append(record)
-    free = [step for step in steps.values() if all(_expendable(r, newest) for r in step)]
-    return sorted(free, key=lambda step: (step[0].created, step[0].place))
+    removable = [step for step in steps.values() if all(_is_removable(r, newest) for r in step)]
+    return sorted(removable, key=lambda step: (step[0].created, step[0].place))
 
 
 def _committed(records: list[Record]) -> dict[Rank, set[tuple[int, int]]]:
@@ -134,15 +134,19 @@ def _committed(records: list[Record]) -> dict[Rank, set[tuple[int, int]]]:
     return places
 
 
-def _expendable(record: Record, newest: dict[Rank, list[tuple[int, int]]]) -> bool:
+def _is_removable(record: Record, newest: dict[Rank, list[tuple[int, int]]]) -> bool:
     if record.committed or record.over:
         return True
     return any(place > record.place for place in newest.get(_rank(record), ()))
 
 
-def _too_old(record: Record, newest: dict[Rank, list[tuple[int, int]]], steps: int) -> bool:
-    kept = newest.get(_rank(record), [])
-    return record.place not in kept and (len(kept) >= steps or not record.committed) and record.place < max(kept)
+def _is_too_old(record: Record, newest: dict[Rank, list[tuple[int, int]]], steps: int) -> bool:
+    kept_places = newest.get(_rank(record), [])
+    return (
+        record.place not in kept_places
+        and (len(kept_places) >= steps or not record.committed)
+        and record.place < max(kept_places)
+    )
 
 
 def _rank(record: Record) -> Rank:

@@ -63,27 +63,27 @@ class TierReader(Wrapper):
         self._tier, self._keeps, self._recall = tier, keeps, recall
         self._source = inner.location.url
         self._open: OrderedDict[str, TierObject] = OrderedDict()
-        self._asked, self._not_here = set[str](), set[str]()
+        self._asked_buddy, self._absent = set[str](), set[str]()
         self._lock, self._locks = threading.Lock(), defaultdict[str, threading.Lock](threading.Lock)
         self.bytes = {"tier": 0, "buddy": 0, "store": 0}
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
-        held = self._find(key)
-        if held is not None and held.size <= max_bytes:
-            data = bytearray(held.size)
-            if _fill(held, 0, memoryview(data)):
+        tier_object = self._find(key)
+        if tier_object is not None and tier_object.size <= max_bytes:
+            data = bytearray(tier_object.size)
+            if _fill(tier_object, 0, memoryview(data)):
                 self._count(key, len(data))
                 return bytes(data)
-        found = super().get(key, max_bytes=max_bytes)
-        self._count(None, len(found))
-        return found
+        stored = super().get(key, max_bytes=max_bytes)
+        self._count(None, len(stored))
+        return stored
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.get_ranges_into(key, [(offset, buffer)])
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        held, size = self._find(key), sum(buffer.nbytes for _, buffer in ranges)
-        if held is not None and all(_fill(held, offset, buffer) for offset, buffer in ranges):
+        tier_object, size = self._find(key), sum(buffer.nbytes for _, buffer in ranges)
+        if tier_object is not None and all(_fill(tier_object, offset, buffer) for offset, buffer in ranges):
             self._count(key, size)
             return
         super().get_ranges_into(key, ranges)
@@ -91,32 +91,32 @@ class TierReader(Wrapper):
 
     def invalidate(self, key: str) -> bool:
         with self._lock_of(key):
-            if not self._keeps(key) or key in self._not_here:
+            if not self._keeps(key) or key in self._absent:
                 return super().invalidate(key)
             self._open.pop(key, None)
             self._tier.drop(self._source, key)
-            if key in self._asked:  # it came from the buddy
-                self._not_here.add(key)
+            if key in self._asked_buddy:  # it came from the buddy
+                self._absent.add(key)
             return True
 
     def _find(self, key: str) -> TierObject | None:
-        if not self._keeps(key) or key in self._not_here:
+        if not self._keeps(key) or key in self._absent:
             return None
         with self._lock_of(key):
-            held = self._open.get(key) or self._tier.open(self._source, key)
-            if held is None and key not in self._asked:
-                self._asked.add(key)
+            tier_object = self._open.get(key) or self._tier.open(self._source, key)
+            if tier_object is None and key not in self._asked_buddy:
+                self._asked_buddy.add(key)
                 if self._recall(self._source, key):
-                    held = self._tier.open(self._source, key)
-            if held is None:
-                self._not_here.add(key)
+                    tier_object = self._tier.open(self._source, key)
+            if tier_object is None:
+                self._absent.add(key)
                 return None
-            self._remember(key, held)
-            return held
+            self._remember(key, tier_object)
+            return tier_object
 
-    def _remember(self, key: str, held: TierObject) -> None:
+    def _remember(self, key: str, tier_object: TierObject) -> None:
         with self._lock:
-            self._open[key] = held
+            self._open[key] = tier_object
             self._open.move_to_end(key)
             if len(self._open) > _OPEN:
                 self._open.popitem(last=False)  # the last reader closes the file
@@ -126,15 +126,15 @@ class TierReader(Wrapper):
             return self._locks[key]
 
     def _count(self, key: str | None, size: int) -> None:
-        where = "store" if key is None else "buddy" if key in self._asked else "tier"
+        source = "store" if key is None else "buddy" if key in self._asked_buddy else "tier"
         with self._lock:
-            self.bytes[where] += size
-        metrics.tier_read_bytes.labels(where).inc(size)
+            self.bytes[source] += size
+        metrics.tier_read_bytes.labels(source).inc(size)
 
 
-def _fill(held: TierObject, offset: int, buffer: memoryview) -> bool:
+def _fill(tier_object: TierObject, offset: int, buffer: memoryview) -> bool:
     try:
-        return held.fill(offset, writable_bytes(buffer))
+        return tier_object.fill(offset, writable_bytes(buffer))
     except OSError:  # the disk failed: use the next copy
         return False
 
@@ -155,14 +155,14 @@ class WriteThroughTier(Wrapper):
         super().__init__(inner)
         self._tier, self._keeps = tier, keeps
         self._source, self._sent = inner.location.url, list[Future[int]]()
-        self._ends = ExitStack()
-        self._pool = self._ends.enter_context(ThreadPoolExecutor(1, thread_name_prefix="headrace-send"))
+        self._exit_stack = ExitStack()
+        self._pool = self._exit_stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="headrace-send"))
         self.whole = True
         """Whether every object so far was written to the tier."""
         self.send = True
         """Whether objects of the tier are sent to the store. If not, a write that the tier cannot take raises."""
         try:
-            self._reservation = self._ends.enter_context(tier.reserve())
+            self._reservation = self._exit_stack.enter_context(tier.reserve())
         except OSError as error:
             self.go_on_without(error)
 
@@ -176,12 +176,12 @@ class WriteThroughTier(Wrapper):
         writer = self._begin(key)
         if writer is None:
             return self._put_directly(key, parts, log)
-        left = iter(parts)
-        for part in left:
+        remaining = iter(parts)
+        for part in remaining:
             try:
                 writer.write(part)
             except TROUBLE as error:
-                return self._fall_back(writer, key, chain([part], left), log, error)
+                return self._fall_back(writer, key, chain([part], remaining), log, error)
         try:
             label = writer.commit()
         except OSError as error:
@@ -209,7 +209,7 @@ class WriteThroughTier(Wrapper):
         """Cancel the sends that have not begun, and release the reservation."""
         for future in self._sent:
             future.cancel()
-        self._ends.close()
+        self._exit_stack.close()
 
     def __exit__(self, *_: object) -> None:
         self.end()
@@ -245,13 +245,13 @@ class WriteThroughTier(Wrapper):
 
 def checked(tier: LocalTier, label: Label) -> Iterator[memoryview]:
     """Yield the object's bytes in pieces. Raises `CorruptionError` at the end if they differ from the written ones."""
-    held, digest = tier.open(label.source, label.key), xxhash.xxh3_128()
-    if held is None:
+    tier_object, digest = tier.open(label.source, label.key), xxhash.xxh3_128()
+    if tier_object is None:
         raise CorruptionError(f"the tier's copy of {label.key} is gone", hint="save again")
-    for piece in held.pieces():
+    for piece in tier_object.pieces():
         digest.update(piece)
         yield piece
-    if digest.digest() != label.digest or held.label != label:
+    if digest.digest() != label.digest or tier_object.label != label:
         raise CorruptionError(
             f"the tier's copy of {label.key} differs from what was written", hint="check the tier's disk"
         )

@@ -72,8 +72,8 @@ class LocalTier:
         return open_at(self.path_of(source, key), source, key)
 
     def has(self, source: str, key: str) -> bool:
-        found = self.open(source, key)
-        return found is not None
+        tier_object = self.open(source, key)
+        return tier_object is not None
 
     def drop(self, source: str, key: str) -> None:
         """Remove the object. An absent object is not an error."""
@@ -89,19 +89,19 @@ class LocalTier:
     @contextlib.contextmanager
     def reserve(self) -> Iterator[Reservation]:
         """Open an empty reservation for the block, and release it at the end."""
-        made = Reservation(self)
+        reservation = Reservation(self)
         try:
-            yield made
+            yield reservation
         finally:
-            made.close()
+            reservation.close()
 
     # records
 
     def records(self, source: str | None = None, run: str | None = None) -> list[Record]:
         """The records of a store and run, newest step first."""
-        found = [r for r in map(_read_record, self._files("records")) if r is not None]
-        own = [r for r in found if source in (None, r.source) and run in (None, r.run)]
-        return sorted(own, key=lambda r: (r.place, r.created), reverse=True)
+        readable = [r for r in map(_read_record, self._files("records")) if r is not None]
+        matching = [r for r in readable if source in (None, r.source) and run in (None, r.run)]
+        return sorted(matching, key=lambda r: (r.place, r.created), reverse=True)
 
     def put_record(self, record: Record) -> None:
         """Write or replace the rank's record of the attempt.
@@ -111,14 +111,14 @@ class LocalTier:
         """
         with self.locked():
             path = self.root / "records" / _hash(record.source, f"{record.attempt}/{record.rank}")
-            old = _read_record(path)
-            if old is not None and old.committed and not record.committed:
-                record = old
-            elif old is not None:
-                record = msgspec.structs.replace(record, guest=record.guest and old.guest)
-            aside = path.with_name(f".{secrets.token_hex(8)}")
-            aside.write_bytes(encode(record))
-            os.replace(aside, path)
+            previous = _read_record(path)
+            if previous is not None and previous.committed and not record.committed:
+                record = previous
+            elif previous is not None:
+                record = msgspec.structs.replace(record, guest=record.guest and previous.guest)
+            temporary = path.with_name(f".{secrets.token_hex(8)}")
+            temporary.write_bytes(encode(record))
+            os.replace(temporary, path)
 
     def withdraw(self, record: Record) -> None:
         """Remove this record, unless another one replaced it."""
@@ -149,22 +149,22 @@ class LocalTier:
         steps are too small.
         """
         with self.locked():
-            missing = self._used() + size - self.limits.bytes
-            if missing > 0:
+            excess = self._used() + size - self.limits.bytes
+            if excess > 0:
                 self._tidy()
-                missing = self._used() + size - self.limits.bytes
-            for step in removable_steps(self.records()) if missing > 0 else ():
+                excess = self._used() + size - self.limits.bytes
+            for step in removable_steps(self.records()) if excess > 0 else ():
                 self._forget(step)
-                missing = self._used() + size - self.limits.bytes
-                if missing <= 0:
+                excess = self._used() + size - self.limits.bytes
+                if excess <= 0:
                     break
-            if missing > 0:
+            if excess > 0:
                 raise CapacityError(
                     f"the tier in {self.root} has no room for {format_bytes(size)}: its {format_bytes(self.limits.bytes)} "
                     "are used by steps that have no other copy, or are being written",
                     hint="raise tier_bytes",
                 )
-            claim(max(size, ROOM_BYTES) if missing + ROOM_BYTES <= size else size)
+            claim(max(size, ROOM_BYTES) if excess + ROOM_BYTES <= size else size)
 
     def tidy(self) -> None:
         """Remove surplus steps, unneeded objects, and files of dead writers. The daemon calls this regularly."""
@@ -183,19 +183,19 @@ class LocalTier:
         records = self.records()
         self._forget(removable_surplus(records, self.limits.steps))
         needed = {_hash(r.source, key) for r in self.records() for key in r.keys}
-        now, seen = time.monotonic(), self._unneeded
-        self._unneeded = {p.name: seen.get(p.name, now) for p in self._files("objects") if p.name not in needed}
+        now, first_seen = time.monotonic(), self._unneeded
+        self._unneeded = {p.name: first_seen.get(p.name, now) for p in self._files("objects") if p.name not in needed}
         for name, since in self._unneeded.items():
             if now - since > STRAY_SECONDS:
                 (self.root / "objects" / name).unlink(missing_ok=True)
 
-    def _forget(self, gone: list[Record]) -> None:
-        if not gone:
+    def _forget(self, records: list[Record]) -> None:
+        if not records:
             return
-        for r in gone:
+        for r in records:
             (self.root / "records" / _hash(r.source, f"{r.attempt}/{r.rank}")).unlink(missing_ok=True)
         needed = {_hash(r.source, key) for r in self.records() for key in r.keys}
-        for r in gone:
+        for r in records:
             for key in r.keys:
                 if _hash(r.source, key) not in needed:
                     self.drop(r.source, key)

@@ -31,7 +31,7 @@ class _Round:
     """One exchange: the input of each rank, and the result, which is the same for all ranks."""
 
     ready: Signal
-    given: dict[int, object] = field(default_factory=dict)
+    contributions: dict[int, object] = field(default_factory=dict)
     results: object = None
 
 
@@ -50,31 +50,33 @@ class Group:
         self.world_size, self.bytes = world_size, 0
         self._simulation, self._latency, self._bandwidth, self._timeout = simulation, latency, bandwidth, timeout
         self._rounds: dict[int, _Round] = {}
-        self._done = [0] * world_size
+        self._num_exchanges = [0] * world_size
 
-    def exchange(self, rank: int, given: T, combine: Callable[[Sequence[T]], R], received: Callable[[R], int]) -> R:
-        """Contribute `given`, and return `combine` of the contributions of all ranks, in the order of ranks.
+    def exchange(
+        self, rank: int, contribution: T, combine: Callable[[Sequence[T]], R], received: Callable[[R], int]
+    ) -> R:
+        """Add this rank's `contribution`, and return `combine` of the contributions of all ranks, in the order of ranks.
 
         `received` computes from the result how many bytes one rank receives.
         """
-        number = self._done[rank]
-        self._done[rank] += 1
-        here = self._rounds.setdefault(number, _Round(Signal(self._simulation)))
-        here.given[rank] = given
-        if len(here.given) == self.world_size:
+        number = self._num_exchanges[rank]
+        self._num_exchanges[rank] += 1
+        exchange_round = self._rounds.setdefault(number, _Round(Signal(self._simulation)))
+        exchange_round.contributions[rank] = contribution
+        if len(exchange_round.contributions) == self.world_size:
             del self._rounds[number]
-            parts: Any = [here.given[each] for each in range(self.world_size)]
+            parts: Any = [exchange_round.contributions[other] for other in range(self.world_size)]
             with self._simulation.uncounted():
-                found = combine(parts)
-                here.results, size = found, received(found)
+                result = combine(parts)
+                exchange_round.results, size = result, received(result)
             self.bytes = max(self.bytes, size)
             seconds = self._latency * math.ceil(math.log2(max(self.world_size, 2))) + size / self._bandwidth
-            self._simulation.later(seconds, here.ready.set)
-        if not here.ready.wait(self._timeout):
-            missing = [each for each in range(self.world_size) if each not in here.given]
-            gone = missing[0] if missing else "?"
-            raise TransientError(f"rank {gone} did not take part", hint="see that rank's log")
-        return here.results  # type: ignore[return-value]
+            self._simulation.later(seconds, exchange_round.ready.set)
+        if not exchange_round.ready.wait(self._timeout):
+            missing = [other for other in range(self.world_size) if other not in exchange_round.contributions]
+            absent_rank = missing[0] if missing else "?"
+            raise TransientError(f"rank {absent_rank} did not take part", hint="see that rank's log")
+        return exchange_round.results  # type: ignore[return-value]
 
 
 class SimulatedRanks:
@@ -102,18 +104,18 @@ class SimulatedRanks:
     ) -> bytes:
         """Return rank 0's message, or raise the error of this rank; if another rank failed, raise its reason."""
         reason = f"{type(error).__name__}: {error}" if error is not None else ""
-        given = self._group.exchange(
+        messages = self._group.exchange(
             self.rank, (number, message, reason), list, lambda all_: len(all_) + len(all_[0][1])
         )
         if error is not None:
             raise error
-        for rank, (_, _, text) in enumerate(given):
+        for rank, (_, _, text) in enumerate(messages):
             if text:
-                kind = next((each for each in alike if text.startswith(f"{each.__name__}: ")), TransientError)
+                kind = next((cls for cls in alike if text.startswith(f"{cls.__name__}: ")), TransientError)
                 raise kind(f"rank {rank} could not take part: {text}")
-        if len({each[0] for each in given}) > 1:
+        if len({number for number, _, _ in messages}) > 1:
             raise UsageError("the ranks ask for different steps")
-        return given[0][1]
+        return messages[0][1]
 
     @contextlib.contextmanager
     def agreed(self, number: int = 0, alike: tuple[type[HeadraceError], ...] = ()) -> Iterator[None]:
@@ -127,23 +129,23 @@ class SimulatedRanks:
 
     def all_to_all(self, sent: Mapping[int, bytes]) -> dict[int, bytes]:
         """Send `sent[r]` to rank r, and return the bytes that were sent to this one, by sender."""
-        return self._group.exchange(self.rank, sent, _delivered, _most_received).get(self.rank, {})
+        return self._group.exchange(self.rank, sent, _deliver, _most_received).get(self.rank, {})
 
 
-def _delivered(given: Sequence[Mapping[int, bytes]]) -> dict[int, dict[int, bytes]]:
-    found: dict[int, dict[int, bytes]] = defaultdict(dict)
-    for sender, sent in enumerate(given):
+def _deliver(outboxes: Sequence[Mapping[int, bytes]]) -> dict[int, dict[int, bytes]]:
+    inboxes: dict[int, dict[int, bytes]] = defaultdict(dict)
+    for sender, sent in enumerate(outboxes):
         for receiver, data in sent.items():
-            found[receiver][sender] = data
-    return found
+            inboxes[receiver][sender] = data
+    return inboxes
 
 
 def _most_received(delivered: Mapping[int, Mapping[int, bytes]]) -> int:
-    return max((sum(map(len, each.values())) for each in delivered.values()), default=0)
+    return max((sum(map(len, inbox.values())) for inbox in delivered.values()), default=0)
 
 
-def _maximum(given: Sequence[bytes]) -> bytes:
-    found = np.frombuffer(given[0], np.uint8).copy()
-    for each in given[1:]:
-        np.maximum(found, np.frombuffer(each, np.uint8), out=found)
-    return found.tobytes()
+def _maximum(contributions: Sequence[bytes]) -> bytes:
+    maximum = np.frombuffer(contributions[0], np.uint8).copy()
+    for contribution in contributions[1:]:
+        np.maximum(maximum, np.frombuffer(contribution, np.uint8), out=maximum)
+    return maximum.tobytes()

@@ -140,7 +140,7 @@ class Simulation:
     ) -> Task:
         """Start a task `at` seconds from now, in `process` (default: the caller's process)."""
         task = Task(process or self.process, name or getattr(work, "__name__", "task"), Signal(self))
-        task.greenlet = greenlet.greenlet(lambda: self._body(task, work, args))
+        task.greenlet = greenlet.greenlet(lambda: self._run_task(task, work, args))
         self.tasks.append(task)
         self._push(self.now + at, task)
         return task
@@ -171,7 +171,7 @@ class Simulation:
     def sleep(self, seconds: float) -> None:
         """Let `seconds` pass for the current task. Outside of all tasks, time does not pass."""
         if self.task is not None:
-            self._push(self.now + self._spent() + max(seconds, 0.0), self.task)
+            self._push(self.now + self._charge_cpu_time() + max(seconds, 0.0), self.task)
             self._switch(self.task)
 
     def park(self, timeout: float | None = None) -> bool:
@@ -179,7 +179,7 @@ class Simulation:
         task = self.task
         if task is None:
             raise RuntimeError("only a task of the simulation can wait")
-        self._spent()
+        self._charge_cpu_time()
         task.woken = False
         if timeout is not None:
             self._push(self.now + max(timeout, 0.0), task)
@@ -200,9 +200,9 @@ class Simulation:
             if collects:
                 gc.disable()
             self._loop()
-            left = sorted({task.name for task in self.tasks if not task.done})
-            if left:
-                raise StuckError(f"nothing wakes {', '.join(left[:8])} at {self.now:.3f} s")
+            waiting_names = sorted({task.name for task in self.tasks if not task.done})
+            if waiting_names:
+                raise StuckError(f"nothing wakes {', '.join(waiting_names[:8])} at {self.now:.3f} s")
         finally:
             if collects:
                 gc.enable()
@@ -212,18 +212,18 @@ class Simulation:
 
     def _loop(self) -> None:
         while self._heap:
-            at, _, _, what, wait = heapq.heappop(self._heap)
-            if not isinstance(what, Task):
+            at, _, _, action, wait = heapq.heappop(self._heap)
+            if not isinstance(action, Task):
                 self.now = max(self.now, at)
-                what()
-            elif not what.done and what.wait == wait:
+                action()
+            elif not action.done and action.wait == wait:
                 if at > self._limit:
-                    raise StuckError(f"{what.name} still waits after {self._limit:g} s of virtual time")
+                    raise StuckError(f"{action.name} still waits after {self._limit:g} s of virtual time")
                 self.now = max(self.now, at)
-                if what.process.alive and what.process.paused_until > self.now:
-                    self._push(what.process.paused_until, what)
+                if action.process.alive and action.process.paused_until > self.now:
+                    self._push(action.process.paused_until, action)
                 else:
-                    self._resume(what)
+                    self._resume(action)
 
     def _resume(self, task: Task) -> None:
         assert task.greenlet is not None
@@ -245,7 +245,7 @@ class Simulation:
         if not task.process.alive:
             raise Killed
 
-    def _body(self, task: Task, work: Callable[..., object], args: tuple[object, ...]) -> None:
+    def _run_task(self, task: Task, work: Callable[..., object], args: tuple[object, ...]) -> None:
         try:
             if task.process.alive:
                 task.result = work(*args)
@@ -253,10 +253,10 @@ class Simulation:
             pass
         except BaseException as error:
             task.error = error
-        self._spent()
+        self._charge_cpu_time()
         task.ended.set()
 
-    def _spent(self) -> float:
+    def _charge_cpu_time(self) -> float:
         """Add the CPU time since the current task's last wait. Returns how much of it counts as virtual time."""
         if not self._measure:
             return 0.0
@@ -268,16 +268,16 @@ class Simulation:
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
         """Charge the CPU time of the block to no process. Use it for the simulation's own work, such as delivering messages."""
-        before = time.thread_time() - self._since
+        elapsed = time.thread_time() - self._since
         try:
             yield
         finally:
-            self._since = time.thread_time() - before
+            self._since = time.thread_time() - elapsed
 
-    def _push(self, at: float, what: Task | Callable[[], object]) -> None:
+    def _push(self, at: float, action: Task | Callable[[], object]) -> None:
         self._count += 1
-        wait = what.wait if isinstance(what, Task) else 0
-        heapq.heappush(self._heap, (at, self.random.random(), self._count, what, wait))
+        wait = action.wait if isinstance(action, Task) else 0
+        heapq.heappush(self._heap, (at, self.random.random(), self._count, action, wait))
 
     def _abandon(self) -> None:
         """End the tasks that are left, and keep only those with an error."""

@@ -119,14 +119,14 @@ class Bucket:
 
     def folders(self, prefix: str, after: str = "") -> list[str]:
         """Return at most `PAGE` names of folders directly below the folder `prefix`, after the folder `after`."""
-        at = bisect.bisect_left(self._keys, _behind(prefix + after) if after else prefix)
-        found = list[str]()
-        while len(found) < PAGE and at < len(self._keys) and self._keys[at].startswith(prefix):
+        at = bisect.bisect_left(self._keys, _end_of_folder(prefix + after) if after else prefix)
+        names = list[str]()
+        while len(names) < PAGE and at < len(self._keys) and self._keys[at].startswith(prefix):
             name, slash, _ = self._keys[at][len(prefix) :].partition("/")
             if slash:
-                found.append(name)
-            at = bisect.bisect_left(self._keys, _behind(prefix + name), at) if slash else at + 1
-        return found
+                names.append(name)
+            at = bisect.bisect_left(self._keys, _end_of_folder(prefix + name), at) if slash else at + 1
+        return names
 
     def send(self, operation: str, key: str, apply: Callable[[], T], *, writes: bool = False) -> T:
         """Send one request: wait, apply it, and wait for the response."""
@@ -185,7 +185,7 @@ class Bucket:
         return self._free - self.simulation.now
 
 
-def _behind(folder: str) -> str:
+def _end_of_folder(folder: str) -> str:
     """The first string after all keys of the folder: "0" is the character after "/"."""
     return folder + "0"
 
@@ -228,9 +228,9 @@ class SimulatedStore(Store):
                 )
                 return won or self.bucket.objects.get(key, (b"", 0.0))[0] == body
             except TransientError:
-                standing = self._standing(key)
-            if standing is not None:
-                return standing == body
+                stored = self._read_back(key)
+            if stored is not None:
+                return stored == body
         raise AmbiguousWriteError(f"{key}: the store did not answer")
 
     def put_multipart(self, key: str, parts: Iterable[Buffer]) -> int:
@@ -241,8 +241,8 @@ class SimulatedStore(Store):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         after = ""
         while True:
-            last = after
-            page = self.bucket.send("LIST", prefix, lambda: self._page(prefix, last))  # noqa: B023 - called at once
+            previous = after
+            page = self.bucket.send("LIST", prefix, lambda: self._page(prefix, previous))  # noqa: B023 - called at once
             yield from page
             if len(page) < PAGE:
                 return
@@ -252,23 +252,23 @@ class SimulatedStore(Store):
         if not check_folder(prefix):
             return
         while True:
-            last = after
-            page = self.bucket.send("LIST", prefix, lambda: self.bucket.folders(prefix, last))  # noqa: B023 - called at once
+            previous = after
+            page = self.bucket.send("LIST", prefix, lambda: self.bucket.folders(prefix, previous))  # noqa: B023 - called at once
             yield from page
             if len(page) < PAGE:
                 return
             after = page[-1]
 
     def stat(self, key: str) -> ObjectInfo:
-        found = self.bucket.send("HEAD", check_key(key), lambda: self.bucket.objects.get(key))
-        if found is None:
+        stored = self.bucket.send("HEAD", check_key(key), lambda: self.bucket.objects.get(key))
+        if stored is None:
             raise NotFoundError(f"{key} does not exist")
-        return ObjectInfo(key, len(found[0]), float(math.floor(found[1])))
+        return ObjectInfo(key, len(stored[0]), float(math.floor(stored[1])))
 
     def delete_many(self, keys: Iterable[str]) -> None:
-        wanted = [check_key(key) for key in keys]
-        for at in range(0, len(wanted), PAGE):
-            batch = wanted[at : at + PAGE]
+        key_list = [check_key(key) for key in keys]
+        for at in range(0, len(key_list), PAGE):
+            batch = key_list[at : at + PAGE]
 
             def apply(batch: list[str] = batch) -> None:
                 for key in batch:
@@ -277,21 +277,21 @@ class SimulatedStore(Store):
             self.bucket.send("DELETE", batch[0], apply, writes=True)
 
     def _read(self, operation: str, key: str) -> bytes:
-        found = self.bucket.send(operation, key, lambda: self.bucket.objects.get(key))
-        if found is None:
+        stored = self.bucket.send(operation, key, lambda: self.bucket.objects.get(key))
+        if stored is None:
             raise NotFoundError(f"{key} does not exist")
-        self.bucket.bytes[operation] += len(found[0])
-        return self.bucket.flip(found[0])
+        self.bucket.bytes[operation] += len(stored[0])
+        return self.bucket.flip(stored[0])
 
-    def _standing(self, key: str) -> bytes | None:
+    def _read_back(self, key: str) -> bytes | None:
         try:
             return self._read("GET", key)
         except (NotFoundError, TransientError):
             return None
 
     def _page(self, prefix: str, after: str) -> Sequence[ObjectInfo]:
-        found = []
+        infos = []
         for key in self.bucket.keys(prefix, after):
             data, modified = self.bucket.objects[key]
-            found.append(ObjectInfo(key, len(data), float(math.floor(modified))))
-        return found
+            infos.append(ObjectInfo(key, len(data), float(math.floor(modified))))
+        return infos

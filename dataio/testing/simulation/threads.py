@@ -128,11 +128,11 @@ def _queue_class(simulation: Simulation) -> type:
         def get(self, block: bool = True, timeout: float | None = None) -> object:
             until = None if timeout is None else simulation.now + timeout
             while not self._items:
-                left = None if until is None else until - simulation.now
-                if not block or (left is not None and left <= 0):
+                remaining = None if until is None else until - simulation.now
+                if not block or (remaining is not None and remaining <= 0):
                     raise queue.Empty
                 self._arrived = Signal(simulation)
-                self._arrived.wait(left)
+                self._arrived.wait(remaining)
             return self._items.popleft()
 
         def empty(self) -> bool:
@@ -158,7 +158,7 @@ class Pool:
         return future
 
     def map(self, work: Callable[..., T], *items: Iterable[Any]) -> Iterator[T]:
-        futures = [self.submit(work, *each) for each in zip(*items, strict=False)]
+        futures = [self.submit(work, *arguments) for arguments in zip(*items, strict=False)]
         return (future.result() for future in futures)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -82,7 +82,7 @@ class Node:
 
     def forget(self) -> None:
         """Keep no file open."""
-        self._fetcher._batched._opened.clear()
+        self._fetcher._batched._open_files.clear()
 
     def close(self) -> None:
         self._fetcher.close()

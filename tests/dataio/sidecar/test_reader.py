@@ -234,7 +234,7 @@ def test_what_is_known_to_be_present_is_announced_no_more(
     assert not announced([("shards/0.tar", 0, 10), ("shards/0.tar", MIB, MIB)])
     assert announced([("shards/0.tar", 0, 10), ("shards/1.tar", 0, 10)])
     assert announced([("shards/1.tar", 5 * MIB, 10)]), "a part of the file is known at most"
-    reader._forget(reader._known["shards/0.tar"].file)
+    reader._forget(reader._cached_files["shards/0.tar"].file)
     assert announced([("shards/0.tar", 0, 10)]), "the daemon has dropped it"
     reader.close()
 
@@ -299,10 +299,10 @@ def test_the_mapping_that_was_not_used_goes_first(
     assert isinstance(reader, SidecarReader)
     for key in ("shards/0.tar", "shards/1.tar", "shards/2.tar"):
         reader.read(key, [(0, 10)])  # the third looks at both, and finds both used
-    assert list(reader._known) == ["shards/1.tar", "shards/2.tar"]
+    assert list(reader._cached_files) == ["shards/1.tar", "shards/2.tar"]
     reader.read("shards/1.tar", [(0, 10)])
     reader.read("shards/0.tar", [(0, 10)])
-    assert "shards/1.tar" in reader._known
+    assert "shards/1.tar" in reader._cached_files
     reader.close()
 
 
@@ -394,6 +394,6 @@ def test_a_connection_that_is_found_while_the_reader_closes_is_closed(
         return connection
 
     monkeypatch.setattr(Sidecar, "find", find_and_close)
-    assert reader._connected() is None
+    assert reader._get_connection() is None
     assert found[0].broken
     assert reader._connection is None

@@ -123,7 +123,7 @@ def test_of_several_descriptors_the_one_of_that_name_is_meant() -> None:
 
 def test_other_names_are_other_peoples(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as third:
-        monkeypatch.setattr(systemd, "_checked", {3: third}.__getitem__)
+        monkeypatch.setattr(systemd, "_open_socket", {3: third}.__getitem__)
         environ = {"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "1"}
         assert systemd.listening({**environ, "LISTEN_FDNAMES": "arena-1"}) is None
         assert systemd.listening({**environ, "LISTEN_FDNAMES": "x.socket"}) is third
@@ -144,4 +144,4 @@ def test_what_is_no_listening_unix_socket_is_refused_by_name(kind: str, tmp_path
             thing.bind(b"\0headrace-test-" + str(os.getpid()).encode())
             thing.listen(1)
         with pytest.raises(UsageError, match=f"descriptor {thing.fileno()}, which LISTEN_FDS passes"):
-            systemd._checked(thing.fileno())
+            systemd._open_socket(thing.fileno())

@@ -84,6 +84,18 @@ def test_no_symbolic_link_is_followed_below_the_root(root: Path, tmp_path: Path)
     assert (outside / "secret").read_bytes() == b"secret"
 
 
+@pytest.mark.parametrize(
+    "path", [b"back\\slash", b"folder/line\nbreak", b"latin-\xff/file", b"/".join([b"long" * 60] * 5)]
+)
+def test_a_file_with_a_path_that_is_no_key_is_not_listed(root: Path, path: bytes) -> None:
+    store = open_store(root)
+    store.put("folder/key", b"1")
+    file = os.path.join(os.fsencode(root), path)
+    os.makedirs(os.path.dirname(file), exist_ok=True)
+    Path(os.fsdecode(file)).touch()
+    assert [info.key for info in store.list()] == ["folder/key"]
+
+
 def test_a_root_reached_through_a_link_is_the_same_store(root: Path, tmp_path: Path) -> None:
     root.mkdir()
     (tmp_path / "link").symlink_to(root)

@@ -559,7 +559,7 @@ def test_fifty_writers_have_one_winner_in_every_of_many_rounds(s3_url: str) -> N
 def test_a_multipart_upload_keeps_a_bounded_number_of_parts_in_flight(
     s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part, active, seen = s3.Upload._part, 0, []
+    part, active, seen = s3.Upload._send_part, 0, []
 
     async def counted(self: s3.Upload, number: int, block: io.BytesIO) -> dict[str, object]:
         nonlocal active
@@ -570,7 +570,7 @@ def test_a_multipart_upload_keeps_a_bounded_number_of_parts_in_flight(
         finally:
             active -= 1
 
-    monkeypatch.setattr(s3.Upload, "_part", counted)
+    monkeypatch.setattr(s3.Upload, "_send_part", counted)
     with open_store(s3_url) as store:
         assert store.put_multipart("k", [bytes(90 * MIB)]) == 90 * MIB
     assert len(seen) == 12

@@ -238,7 +238,7 @@ def test_extra_requests_stay_within_their_share(
             tail.spend()
         tail.end(size, seconds)
         assert tail.hedged <= burst + share * tail.requests
-    assert len(tail._seen) <= 24
+    assert len(tail._latencies) <= 24
 
 
 def test_slow_means_slower_than_the_percentile_of_requests_of_that_size() -> None:

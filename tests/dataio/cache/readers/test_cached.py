@@ -233,7 +233,7 @@ def test_what_is_present_is_opened_at_once_and_anything_else_is_not(
         lease = engine.open_present(store, "a", [(5, 10)])
         assert lease is not None
         assert lease.present == [(0, BLOCK)]
-    assert len(engine._ended) <= 300, "ended leases do not pile up"
+    assert len(engine._ended_holds) <= 300, "ended leases do not pile up"
     assert engine.open_present(store, "a", [(0, 2 * BLOCK)]) is None
     assert engine.open_present(store, "a", [(41_060, 10)]) is None
     assert engine.open_present(store, "b", [(0, 10)]) is None

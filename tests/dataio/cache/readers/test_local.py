@@ -288,9 +288,9 @@ def test_files_of_a_network_go_through_the_cache(folder: Path, monkeypatch: pyte
     mounts.write_text("22 1 0:9 / / rw - nfs4 server:/x rw\n")
     monkeypatch.setattr(posix, "is_local", lambda path: files.is_local(path, mounts))
     made = list[str]()
-    leased = PrivateReader._leased
+    leased = PrivateReader._get_lease
     monkeypatch.setattr(
-        PrivateReader, "_leased", lambda self, key, ranges: made.append(key) or leased(self, key, ranges)
+        PrivateReader, "_get_lease", lambda self, key, ranges: made.append(key) or leased(self, key, ranges)
     )
     with open_store(folder) as store:
         assert store.open_file("a") is None
