@@ -9,26 +9,24 @@ anything. Iteration raises the errors of `headrace.loaders.loader`.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders.audio.spec import AudioSpec, Features, Window, WindowCounts
+from headrace.loaders.audio.spec import AudioSpec, Features, Window
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode.base import GPU_BATCH
+from headrace.loaders.fields.media import audio_bucketing, parts_of, windows_of
 from headrace.loaders.interfaces import Processor
-from headrace.loaders.loader import Loader
+from headrace.loaders.loader import BaseLoader
 from headrace.loaders.processors.audio import PieceProcessor, WindowProcessor, lengths
 from headrace.loaders.processors.wrappers import by_stream
 from headrace.loaders.sampling.buckets import Durations
-from headrace.loaders.sampling.columns import F64, bucket_numbers, samples_with, small_numbers
+from headrace.loaders.sampling.columns import HasValue, samples_with
 from headrace.loaders.sampling.packing import Pack, Packed, PackedStream, Packing
-from headrace.loaders.sampling.permutation import I64
-from headrace.loaders.sampling.plan import Bucketing, Stream
-from headrace.loaders.sampling.sample_ids import BucketNumbers, SampleIds
+from headrace.loaders.sampling.sample_ids import SampleIds
 from headrace.loaders.validation import check_type
 
 if TYPE_CHECKING:
@@ -67,7 +65,7 @@ class AudioConfig(LoaderConfig):
     buckets: Durations | None = None
 
 
-class AudioLoader(Loader):
+class AudioLoader(BaseLoader):
     """Batches of windows of audio from a dataset: from audio files, and from the audio tracks of videos.
 
     With `packing`, "audio" is (B, C, capacity). Every other entry is a list with one list (or tensor) for each row,
@@ -121,18 +119,15 @@ class AudioLoader(Loader):
         delivery = config.delivery(output, group=1 if features == "waveform" else GPU_BATCH)
 
         def find(dataset: Dataset) -> tuple[SampleIds, Any]:
-            ids = samples_with(dataset, "audio_codec", "sound")
-            parts: Any = window.per_sample
-            if window.start == "every":
-                parts = small_numbers(dataset, ["samples", "sample_rate"], ids, WindowCounts(window))
-            return ids, parts
+            ids = samples_with(dataset, HasValue("audio_codec"), "sound")
+            return ids, parts_of(dataset, ids, window)
 
         def start_processor() -> Processor:
             isolated = config.subprocess_decoder(delivery.num_threads)
             if packing is not None:
                 inner: Processor = PieceProcessor(spec, packing, isolated)
             else:
-                windows = _windows(window, buckets, plan.buckets)
+                windows = windows_of(window, buckets, plan.buckets)
                 inner = by_stream(
                     [WindowProcessor(one, replace(spec, seconds=one.seconds), isolated) for one in windows]
                 )
@@ -145,7 +140,7 @@ class AudioLoader(Loader):
             described += [] if features == "waveform" else [features.hop_length]
             bad_samples = replace(config, on_error="skip").bad_samples
             pack = Pack(packing, partial(lengths, spec=spec))
-        sampling, bucketing = config.sampling(config.batch_size), _bucketing(buckets, window)
+        sampling, bucketing = config.sampling(config.batch_size), audio_bucketing(buckets, window)
         plan, owned = config.open_plan(config.url_or_dataset, find, described, sampling, bucketing, pack)
         super().__init__(plan, start_processor, delivery=delivery, bad_samples=bad_samples, owned=owned)
 
@@ -163,36 +158,3 @@ def _window(window: Window | float | None) -> Window:
     if isinstance(window, Window):
         return window
     return Window() if window is None else Window(window)
-
-
-def _bucketing(buckets: Durations | None, window: Window) -> Bucketing | None:
-    """How recordings are assigned to buckets."""
-    if buckets is None:
-        return None
-    if window.start == "every":
-        raise UsageError(
-            "start='every' counts windows of one length, and buckets have several", hint="use another start"
-        )
-
-    def sort(stream: Stream) -> BucketNumbers:
-        assign, columns = _AssignRecordings(buckets), ["samples", "sample_rate"]
-        return bucket_numbers(stream.dataset, columns, stream.ids, assign, len(buckets.seconds))
-
-    return Bucketing(buckets.batches(), sort, buckets.numbers())
-
-
-@dataclass(frozen=True)
-class _AssignRecordings:
-    """Computes the bucket of each recording."""
-
-    buckets: Durations
-
-    def __call__(self, samples: F64, rate: F64) -> I64:
-        return self.buckets.assign(samples / rate)
-
-
-def _windows(window: Window, buckets: Durations | None, streams: Sequence[int]) -> list[Window]:
-    """The window of each stream. `streams` holds the number of each stream's bucket."""
-    if buckets is None:
-        return [window]
-    return [replace(window, seconds=buckets.seconds[number]) for number in streams]

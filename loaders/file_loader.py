@@ -24,9 +24,9 @@ from headrace.dataio.shards.sample import Files, Sample
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.fetch.sample_reader import files_of
 from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
-from headrace.loaders.loader import Loader
-from headrace.loaders.sampling.columns import samples_where
-from headrace.loaders.sampling.sample_ids import AllIds, Mask, SampleIds
+from headrace.loaders.loader import BaseLoader
+from headrace.loaders.sampling.columns import HasFiles, samples_where
+from headrace.loaders.sampling.sample_ids import SampleIds
 
 if TYPE_CHECKING:
     from headrace.loaders.sampling.mixture import Mixture
@@ -89,7 +89,7 @@ class FileConfig(LoaderConfig):
     files: Sequence[str] = field()
 
 
-class FileLoader(Loader):
+class FileLoader(BaseLoader):
     """Batches of files as they are stored. The loader verifies the checksum of every file and does not parse it.
 
     Yields:
@@ -150,28 +150,12 @@ class FileLoader(Loader):
 
 def samples_with_files(dataset: Dataset, files: Sequence[str]) -> SampleIds:
     """The ids of the samples that have files with all of these extensions."""
-    if len(dataset) and dataset.index.files_of_all.issuperset(files):
-        return AllIds(len(dataset))
-    ids = samples_where(dataset, ["members"], _HasFiles(tuple(files)))
+    ids = samples_where(dataset, HasFiles(tuple(files)))
     if not len(ids):
         names = ", ".join(f".{ext}" for ext in files)
         there = ", ".join(f".{ext}" for ext in _extensions_in(dataset)[:MAX_FILES]) or "no files"
         raise UsageError(f"{dataset.url} has no sample with {names}", hint=f"there are: {there}")
     return ids
-
-
-@dataclass(frozen=True)
-class _HasFiles:
-    """Whether samples have files with all of these extensions."""
-
-    extensions: tuple[str, ...]
-
-    def __call__(self, table: Any) -> Mask:
-        from headrace.dataio.shards.index import rows
-
-        members = table["members"].combine_chunks()
-        mask: Mask = np.logical_and.reduce([rows.has_file(members, ext) for ext in self.extensions])
-        return mask
 
 
 def _extensions_in(dataset: Dataset) -> list[str]:

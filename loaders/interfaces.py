@@ -19,7 +19,7 @@ the fault of one sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # so that the order of samples needs no torch
     import torch
 
     from headrace.dataio.shards.dataset import Dataset
+    from headrace.loaders.batch.batch import Output
     from headrace.loaders.fetch.byte_ranges import Runs
     from headrace.loaders.fetch.partial_file import Media
     from headrace.loaders.quarantine.records import SkippedSample
@@ -156,14 +157,15 @@ class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
 
     Args:
         sample: the sample that was processed, which may be a substitute.
-        tensors: stacked in the batch. A sample without tensors is left out of the batch.
+        tensors: stacked in the batch. A sample without tensors is left out of the batch. In a batch of fields, the
+            values of the fields, of any type; None if a sample lacks an optional field.
         values: further values, which the batch holds as tensors or lists (see `SampleLayout.numbers`).
         skipped: the damaged samples that this one replaces.
         in_place: True if the bytes of the tensors are in the batch already.
     """
 
     sample: Sample
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Any]
     values: Mapping[str, Any] = {}
     skipped: tuple[SkippedSample, ...] = ()
     in_place: bool = False
@@ -183,6 +185,38 @@ class RowLayout(msgspec.Struct, frozen=True):
     silence: float = 0.0
 
 
+Collate = Literal["stack", "pad", "concat", "list"] | Callable[[Sequence[Any]], Any]
+"""How the values of a batch's samples become one entry:
+
+- "stack": a tensor (B, ...). All values have the same shape.
+- "pad": a tensor (B, L, ...), where L is the length of the longest value. Shorter ones are followed by zeros. The entry
+  `<name>.lengths`, int64 (B,), has the lengths.
+- "concat": a tensor (sum of lengths, ...). The entry `<name>.offsets`, int64 (B + 1,), has the position of each value
+  and the end.
+- "list": a list of the values.
+- A function: called with the list of values. Its result is the entry.
+"""
+
+
+class FieldsLayout(msgspec.Struct, frozen=True):
+    """How a batch holds fields.
+
+    Args:
+        collate: how each entry is made of the samples' values. Tensors and arrays that are not named here are stacked,
+            and other values are in lists.
+        optional: entries that some samples may lack. Their value is None.
+        pixels: the format of each entry of pixels, (T, 3, H, W).
+        images: entries of pixels that have no axis for time in the batch.
+        drawn: the entry that decoders may write into the batch's memory.
+    """
+
+    collate: Mapping[str, Collate] = {}
+    optional: frozenset[str] = frozenset()
+    pixels: Mapping[str, Output] = {}
+    images: frozenset[str] = frozenset()
+    drawn: str | None = None
+
+
 class SampleLayout(msgspec.Struct, frozen=True):
     """Names and types of a processor's results, known before the first sample.
 
@@ -191,12 +225,14 @@ class SampleLayout(msgspec.Struct, frozen=True):
         numbers: dtype of each value in the batch; None for a list.
         rows: set if samples are packed into rows.
         files_of: set if samples are delivered as stored, in one run of bytes. Returns the files of a sample.
+        fields: set if the batch is made of fields. The names of `tensors` are then the fields.
     """
 
     tensors: tuple[str, ...]
     numbers: Mapping[str, torch.dtype | None] = {}
     rows: RowLayout | None = None
     files_of: Callable[[Sample], Files] | None = None
+    fields: FieldsLayout | None = None
 
 
 class Processor(Protocol):

@@ -1,4 +1,4 @@
-"""`Loader`, the base class of all loaders: each iteration yields one epoch, and a state holds the position.
+"""`BaseLoader`, the base class of all loaders: each iteration yields one epoch, and a state holds the position.
 
 Purpose: connect the plan, the readers, the processor and the threads, and track the trainer's position.
 
@@ -108,7 +108,7 @@ def _count(batch: Batch) -> None:
             metrics.loader_samples.labels(name).inc(count)
 
 
-class Loader(IterableDataset[dict[str, Any]]):
+class BaseLoader(IterableDataset[dict[str, Any]]):
     """Batches of a plan. The public loaders derive from this class.
 
     Args:

@@ -12,38 +12,32 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from dataclasses import replace as replace_field
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.dataio.shards.sample import Sample
-from headrace.loaders.clip import Clip, ClipCounts
+from headrace.loaders.clip import Clip
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode import registry
 from headrace.loaders.decode.base import GPU_BATCH, Color
 from headrace.loaders.fetch import byte_ranges
+from headrace.loaders.fields.media import Video, clip_specs, parts_of, video_bucketing
 from headrace.loaders.interfaces import Processor
-from headrace.loaders.loader import Loader
-from headrace.loaders.processors.video import ClipProcessor, ClipSpec, Cut, together
+from headrace.loaders.loader import BaseLoader
+from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
 from headrace.loaders.processors.wrappers import by_stream
-from headrace.loaders.sampling.columns import F64, bucket_numbers, samples_with, small_numbers
-from headrace.loaders.sampling.permutation import I64
-from headrace.loaders.sampling.plan import Bucketing, Stream
-from headrace.loaders.sampling.sample_ids import BucketNumbers, SampleIds
-from headrace.loaders.validation import check_choice, check_count, check_type, checked
+from headrace.loaders.sampling.columns import samples_with
+from headrace.loaders.sampling.sample_ids import SampleIds
+from headrace.loaders.validation import check_type
 
 if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
     from headrace.loaders.audio.spec import AudioSpec
     from headrace.loaders.sampling.buckets import Buckets
     from headrace.loaders.sampling.mixture import Mixture
-
-MAX_SIDE = 16_384
 
 
 @dataclass(frozen=True)
@@ -101,28 +95,30 @@ class VideoConfig(LoaderConfig):
             from headrace.loaders.sampling.buckets import Buckets
 
             check_type("buckets", self.buckets, Buckets, "Buckets((Bucket((height, width)), ...), budget=...)")
-        check_choice("color", self.color, ("bt601", "tagged", "fast"))
-        registry.check_option(self.decoder)
         if self.decode_in_subprocess is not False and self.decoder not in ("auto", registry.FALLBACK):
+            registry.check_option(self.decoder)
             raise UsageError(
                 f"decoder={self.decoder!r} cannot be used with decode_in_subprocess, which decodes with PyAV",
                 hint="leave one of the two out",
             )
-        clip, sound = self.clip or Clip(), _audio_spec(self.audio)
-        if sound is not None:
-            sound.samples(clip)
-        return ClipSpec(
-            clip=clip,
-            size=_size(self.size),
-            rotate=checked("rotate", self.rotate, bool),
-            audio=sound,
-            cut=Cut(self.crop, self.flip_prob),
-            antialias=checked("antialias", self.antialias, bool),
+        return self.field.spec(_audio_spec(self.audio))
+
+    @property
+    def field(self) -> Video:
+        """The field of the pixels."""
+        return Video(
+            self.clip,
+            self.size,
+            crop=self.crop,
+            flip_prob=self.flip_prob,
+            antialias=self.antialias,
+            rotate=self.rotate,
             color=self.color,
+            decoder=self.decoder,
         )
 
 
-class VideoLoader(Loader):
+class VideoLoader(BaseLoader):
     """Batches of video clips from a dataset. For images, use `Clip(frames=1)`.
 
     An iteration yields the remaining batches of the current epoch, so a loop that was left early continues in the next
@@ -159,7 +155,7 @@ class VideoLoader(Loader):
 
     @configured_by(VideoConfig)
     def __init__(self, config: VideoConfig) -> None:
-        spec, buckets, decoder = config.clip_spec(), config.buckets, config.decoder
+        spec, video, buckets, decoder = config.clip_spec(), config.field, config.buckets, config.decoder
         output = config.output(config.normalize, config.dtype, config.layout)
         delivery = config.delivery(output, group=GPU_BATCH)
         if config.decode_in_subprocess is not False:
@@ -167,12 +163,8 @@ class VideoLoader(Loader):
         self._spec, self._decoder = spec, decoder
 
         def find(dataset: Dataset) -> tuple[SampleIds, Any]:
-            left_out = IMAGE_EXTENSIONS if spec.clip.frames > 1 else ()
-            ids = samples_with(dataset, "video_ext", "video", without=left_out)
-            parts: Any = spec.clip.per_video
-            if spec.clip.start == "every":
-                parts = small_numbers(dataset, ["frames", "duration"], ids, ClipCounts(spec.clip))
-            return ids, parts
+            ids = samples_with(dataset, video.condition, "video")
+            return ids, parts_of(dataset, ids, video)
 
         def start_processor() -> Processor:
             subprocess_decoder = config.subprocess_decoder(delivery.num_threads)
@@ -180,14 +172,14 @@ class VideoLoader(Loader):
                 decoder, output.device.type, output.device.index or 0
             )
             decode_audio = subprocess_decoder.decode_audio if subprocess_decoder else None
-            each = [ClipProcessor(one, video_decoder, decode_audio) for one in _clip_specs(spec, buckets, plan.buckets)]
+            each = [ClipProcessor(one, video_decoder, decode_audio) for one in clip_specs(spec, buckets, plan.buckets)]
             return config.finish(by_stream(each), spec.audio, output.device, plan.names)
 
         sampling = config.sampling(config.batch_size)
-        plan, owned = config.open_plan(config.url_or_dataset, find, spec.clip, sampling, _bucketing(buckets, spec))
+        plan, owned = config.open_plan(config.url_or_dataset, find, spec.clip, sampling, video_bucketing(buckets, spec))
         shares_decoding = registry.candidates(decoder, output.device.type)[0].shares_decoding
         if shares_decoding:
-            specs = _clip_specs(spec, buckets, plan.buckets)
+            specs = clip_specs(spec, buckets, plan.buckets)
             delivery = replace(delivery, group_slots=together(specs, transformed=config.transform is not None))
         super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
 
@@ -219,64 +211,3 @@ def _audio_spec(audio: bool | AudioSpec) -> AudioSpec | None:
 
     check_type("audio", audio, (bool, AudioSpec), "True, or AudioSpec(...)")
     return AudioSpec() if audio is True else audio
-
-
-def _size(size: tuple[int, int] | None) -> tuple[int, int] | None:
-    if size is None:
-        return None
-    check_type("size", size, (tuple, list), "size=(height, width)")
-    sides: Sequence[int] = size
-    if len(sides) != 2:
-        raise UsageError(f"size={size!r} is not two numbers", hint="give size=(height, width)")
-    height, width = sides
-    return check_count("size's height", height, MAX_SIDE), check_count("size's width", width, MAX_SIDE)
-
-
-def _bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None:
-    """How videos are assigned to buckets."""
-    if buckets is None:
-        return None
-    if spec.size is not None:
-        raise UsageError("with buckets each bucket has its size", hint="leave size out")
-    if spec.clip.start == "every" and any(bucket.frames for bucket in buckets.buckets):
-        raise UsageError(
-            "start='every' counts clips of one length; buckets that name their frames have several",
-            hint="leave the buckets' frames out, or use another start",
-        )
-    assign = _AssignVideos(buckets, spec.clip, spec.rotate)
-
-    def sort(stream: Stream) -> BucketNumbers:
-        length = "frames" if spec.clip.rate is None else "duration"
-        columns = ["height", "width", "rotation", length]
-        return bucket_numbers(stream.dataset, columns, stream.ids, assign, len(buckets.buckets))
-
-    frames = spec.clip.frames
-    return Bucketing(buckets.batches(frames), sort, buckets.numbers(frames))
-
-
-@dataclass(frozen=True)
-class _AssignVideos:
-    """Computes the bucket of each video. `length` is in frames, or in seconds if the clip has a rate."""
-
-    buckets: Buckets
-    clip: Clip
-    rotate: bool
-
-    def __call__(self, height: F64, width: F64, rotation: F64, length: F64) -> I64:
-        turned = (rotation % 180 == 90) & self.rotate
-        heights, widths = np.where(turned, width, height), np.where(turned, height, width)
-        frames = np.floor((length - 1) / self.clip.stride) + 1  # at the clip's frame spacing
-        if self.clip.rate is not None:
-            frames = length * float(self.clip.rate)
-        return self.buckets.assign(heights.astype(np.int64), widths.astype(np.int64), frames, self.clip.frames)
-
-
-def _clip_specs(spec: ClipSpec, buckets: Buckets | None, streams: Sequence[int]) -> list[ClipSpec]:
-    """The format of each stream's clips. `streams` holds the number of each stream's bucket."""
-    if buckets is None:
-        return [spec]
-    chosen = [buckets.buckets[number] for number in streams]
-    return [
-        replace(spec, size=one.size, clip=replace_field(spec.clip, frames=one.frames or spec.clip.frames))
-        for one in chosen
-    ]

@@ -73,8 +73,7 @@ class Batch:
 
     def __init__(self, size: int, *, layout: SampleLayout, output: Output, buffers: BufferPool) -> None:
         self._layout, self._output, self._buffers = layout, output, buffers
-        self._axes = AXES[output.axes]
-        self._drawable = output.is_plain and "video" in layout.tensors
+        self._drawn = self._pixel_entry()
         self._lock = threading.Lock()
         self._tensors: dict[str, torch.Tensor] = {}
         self.samples: list[ProcessedSample | None] = [None] * size
@@ -94,25 +93,33 @@ class Batch:
         None if the batch stores the pixels in another form.
         """
 
+        if (name := self._drawn) is None:
+            return None
+
         def drawn(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
-            pixels: npt.NDArray[np.uint8] = self._target("video", shape, torch.uint8)[slot].numpy()
+            pixels: npt.NDArray[np.uint8] = self._target(name, shape, torch.uint8)[slot].numpy()
             return pixels if pixels.shape == shape and pixels.dtype == np.uint8 else None
 
-        return drawn if self._drawable else None
+        return drawn
 
     def put(self, slot: int, sample: ProcessedSample) -> None:
         """Write `sample` into its slot, unless its pixels are there already. Its tensors are released."""
         for name, tensor in sample.tensors.items():
-            target = self._target(name, tensor.shape, tensor.dtype)[slot]
-            if tensor.shape == target.shape and tensor.data_ptr() == target.data_ptr():
-                continue
-            if target.shape != self._shape(name, tensor.shape):
-                raise _shape_error(sample, name, tensor, target)
-            if name == "video" and tensor.ndim == 4:
-                write_pixels(target, tensor, self._output)
-            else:
-                target.copy_(tensor, non_blocking=True)
-        self.samples[slot] = _released(sample)
+            self._stack(name, slot, tensor, sample)
+        self.samples[slot] = released(sample)
+
+    def _stack(self, name: str, slot: int, tensor: torch.Tensor, sample: ProcessedSample) -> None:
+        """Write one tensor of a sample into its slot."""
+        target = self._target(name, tensor.shape, tensor.dtype)[slot]
+        if tensor.shape == target.shape and tensor.data_ptr() == target.data_ptr():
+            return
+        if target.shape != self._shape(name, tensor.shape):
+            raise shape_error(sample, name, tensor, target)
+        pixels = self._pixels(name)
+        if pixels is not None and tensor.ndim == 4:
+            write_pixels(target, tensor, pixels)
+        else:
+            target.copy_(tensor, non_blocking=True)
 
     def tensors(self) -> dict[str, Any]:
         """The batch as the trainer receives it, for the current CUDA stream if it is on a GPU."""
@@ -127,6 +134,14 @@ class Batch:
             values = [one.values[name] for one in samples]
             batch[name] = values if dtype is None else torch.from_numpy(np.array(values, _IN_NUMPY[dtype]))
         return batch
+
+    def _pixel_entry(self) -> str | None:
+        """The entry into which decoders may write pixels, if any."""
+        return "video" if "video" in self._layout.tensors and self._output.is_plain else None
+
+    def _pixels(self, name: str) -> Output | None:
+        """The format of an entry of pixels. None for other entries."""
+        return self._output if name == "video" else None
 
     def _record_stream(self) -> None:
         """Prevent the reuse of device memory until the current stream has finished with it."""
@@ -143,7 +158,8 @@ class Batch:
         with self._lock:
             tensor = self._tensors.get(name)
             if tensor is None:
-                dtype = self._output.dtype_of(dtype) if name == "video" else dtype
+                pixels = self._pixels(name)
+                dtype = dtype if pixels is None else pixels.dtype_of(dtype)
                 tensor = self._tensors[name] = self._empty(name, shape, dtype)
             return tensor
 
@@ -152,9 +168,10 @@ class Batch:
 
     def _shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape that a sample's tensor has in the batch."""
-        if name != "video" or len(shape) != 4:
+        pixels = self._pixels(name)
+        if pixels is None or len(shape) != 4:
             return tuple(shape)
-        first, second, third, fourth = self._axes
+        first, second, third, fourth = AXES[pixels.axes]
         return shape[first], shape[second], shape[third], shape[fourth]
 
     def _compact(self, name: str, slots: list[int]) -> torch.Tensor | None:
@@ -170,14 +187,14 @@ class Batch:
         return torch.index_select(tensor, 0, torch.tensor(slots, device=tensor.device), out=compacted)
 
 
-def _released(sample: ProcessedSample) -> ProcessedSample:
+def released(sample: ProcessedSample) -> ProcessedSample:
     """The sample with its tensors' names but without their data."""
     return ProcessedSample(
         sample.sample, dict.fromkeys(sample.tensors, _RELEASED), sample.values, skipped=sample.skipped
     )
 
 
-def _shape_error(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
+def shape_error(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
     return UsageError(
         f"sample {sample.sample.key!r} has {name} of {tuple(tensor.shape)}, others in its batch of {tuple(target.shape)}",
         hint="give the loader a size=(height, width); a transform has to return one shape, too",
@@ -221,7 +238,7 @@ class RowBatch(Batch):
             assert span is not None
             row = self._target(name, tensor.shape, tensor.dtype)[span.row]
             row[..., span.at : span.at + span.length].copy_(tensor[..., : span.length], non_blocking=True)
-        self.samples[slot] = _released(sample)
+        self.samples[slot] = released(sample)
 
     def tensors(self) -> dict[str, Any]:
         self._record_stream()
@@ -282,7 +299,7 @@ class JoinedBatch(Batch):
                 self._joined()[start:end].copy_(tensor, non_blocking=True)
             else:
                 self._separate[slot] = tensor.to(self._output.device, copy=True)
-        self.samples[slot] = _released(sample)
+        self.samples[slot] = released(sample)
 
     def _written(self) -> list[torch.Tensor]:
         return [*super()._written(), *self._separate.values()]

@@ -34,6 +34,7 @@ import torch
 
 from headrace.dataio.core.errors import DeadlineError, HeadraceError
 from headrace.loaders.batch.batch import Batch, JoinedBatch, Output, RowBatch
+from headrace.loaders.batch.field_batch import FieldBatch
 from headrace.loaders.batch.memory import BufferPool, Closed, MemoryBudget
 from headrace.loaders.batch.sample_builder import PlannedBatch, PlannedRead, SampleBuilder, Target
 from headrace.loaders.cancellation import Cancelled, cancelled_by
@@ -115,6 +116,8 @@ class BatchExecutor:
     def _empty(self, planned: PlannedBatch) -> Batch:
         if planned.files is not None:
             return JoinedBatch(planned.files, layout=self._layout, output=self._output, buffers=self._buffers)
+        if self._layout.fields is not None:
+            return FieldBatch(len(planned.refs), layout=self._layout, output=self._output, buffers=self._buffers)
         if self._layout.rows is not None:
             return RowBatch(planned.refs, layout=self._layout, output=self._output, buffers=self._buffers)
         return Batch(len(planned.refs), layout=self._layout, output=self._output, buffers=self._buffers)

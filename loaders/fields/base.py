@@ -12,28 +12,16 @@ with a note that names the field and the sample.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from headrace.dataio.shards.sample import Sample
-from headrace.loaders.interfaces import SampleRef
+from headrace.loaders.interfaces import Collate, SampleRef
 
 if TYPE_CHECKING:
     import torch
-
-Collate = Literal["stack", "pad", "concat", "list"] | Callable[[Sequence[Any]], Any]
-"""How the values of a batch's samples become one entry:
-
-- "stack": a tensor (B, ...). All values have the same shape.
-- "pad": a tensor (B, L, ...), where L is the length of the longest value. Shorter ones are followed by zeros. The entry
-  `<name>.lengths`, int64 (B,), has the lengths.
-- "concat": a tensor (sum of lengths, ...). The entry `<name>.offsets`, int64 (B + 1,), has the position of each value
-  and the end.
-- "list": a list of the values.
-- A function: called with the list of values. Its result is the entry.
-"""
 
 _GENERATOR = 26  # distinguishes the generator's seed from all other random streams
 
@@ -67,6 +55,8 @@ class Field(ABC):
         collate: how the values of a batch become one entry (see `Collate`). Default: "stack".
         required: whether samples without the field are left out. With False they stay: their value is None in a list,
             and zeros in a tensor. The entry `<name>.present`, bool (B,), says which samples have it. Default: True.
+        uses_caption: whether the field needs the sample's caption. With `required`, samples without one are left out.
+            Default: False.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -81,6 +71,7 @@ class Field(ABC):
     files: tuple[str, ...] = ()
     collate: Collate = "stack"
     required: bool = True
+    uses_caption: bool = False
 
     @abstractmethod
     def decode(self, data: FieldInput) -> Any:

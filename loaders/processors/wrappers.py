@@ -121,9 +121,8 @@ class Transformed(ProcessorWrapper):
         return [replace(one, target=None) for one in fetched]
 
     def _extend(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
-        generator = torch.Generator().manual_seed(int(ref.key(_TRANSFORM)[0]) >> 1)
         try:
-            returned: object = self._transform(dict(finished.tensors), generator)
+            returned: object = self._transform(dict(finished.tensors), transform_generator(ref))
             tensors = dict(returned) if isinstance(returned, Mapping) else {}
         except Exception as error:
             error.add_note(f"in the loader's transform, for sample {finished.sample.key!r}")
@@ -139,6 +138,11 @@ class Transformed(ProcessorWrapper):
                 f"the loader's transform must return a dict of the tensors {names}, no more and no less",
                 hint="use columns=[...] for other values in the batch",
             )
+
+
+def transform_generator(ref: SampleRef) -> torch.Generator:
+    """The random generator that a transform gets for this sample."""
+    return torch.Generator().manual_seed(int(ref.key(_TRANSFORM)[0]) >> 1)
 
 
 def known_columns(fields: Mapping[str, object]) -> list[str]:

@@ -13,7 +13,7 @@ Failure behaviour: `UsageError` if no sample is left. Errors of the index are pa
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,46 +43,94 @@ PIECE_SAMPLES = 1 << 19
 class HasValue:
     """Whether a column of strings is neither null nor one of `without`."""
 
+    column: str
     without: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return (self.column,)
 
     def __call__(self, table: Any) -> Mask:
         import pyarrow as pa  # imported late: not all loaders need it
 
         from headrace.dataio.shards.index import arrow as pc
 
-        (values,) = table.columns
+        values = table[self.column]
         chosen = pc.is_valid(values)
         if self.without:
             chosen = pc.and_(chosen, pc.invert(pc.is_in(values, pa.array(self.without, pa.string()))))
         mask: Mask = chosen.to_numpy()
         return mask
 
+    def is_true_of_all(self, dataset: Dataset) -> bool:
+        """Whether the version document says that all samples have such a value."""
+        value = dataset.constant_value(self.column)
+        return value is not None and value not in self.without
 
-def samples_with(dataset: Dataset, column: str, what: str, *, without: Collection[str] = ()) -> SampleIds:
-    """The ids of the samples whose `column` is neither null nor in `without`.
 
-    `what` describes them in the error if there are none.
+@dataclasses.dataclass(frozen=True)
+class HasFiles:
+    """Whether samples have files with all of these extensions."""
+
+    extensions: tuple[str, ...]
+    columns: Sequence[str] = ("members",)
+
+    def __call__(self, table: Any) -> Mask:
+        from headrace.dataio.shards.index import rows
+
+        members = table["members"].combine_chunks()
+        mask: Mask = np.logical_and.reduce([rows.has_file(members, ext) for ext in self.extensions])
+        return mask
+
+    def is_true_of_all(self, dataset: Dataset) -> bool:
+        """Whether the version document says that all samples have these files."""
+        return dataset.index.files_of_all.issuperset(self.extensions)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllOf:
+    """Whether all of these conditions hold."""
+
+    conditions: tuple[HasValue | HasFiles, ...]
+
+    @property
+    def columns(self) -> Sequence[str]:
+        return tuple(dict.fromkeys(column for condition in self.conditions for column in condition.columns))
+
+    def __call__(self, table: Any) -> Mask:
+        mask: Mask = np.logical_and.reduce([condition(table) for condition in self.conditions])
+        return mask
+
+
+def samples_where(dataset: Dataset, condition: HasValue | HasFiles | AllOf) -> SampleIds:
+    """The ids of the samples for which `condition` holds.
+
+    Raises:
+        UsageError: the dataset or view is empty.
     """
     if not len(dataset):
         raise UsageError(f"no sample of {dataset.url} is left", hint="loosen the condition of the view")
-    only = dataset.constant_value(column)
-    if only is not None and only not in without:
-        return AllIds(len(dataset))
-    ids = samples_where(dataset, [column], HasValue(tuple(sorted(without))))
+    parts = condition.conditions if isinstance(condition, AllOf) else (condition,)
+    unknown = tuple(part for part in parts if not part.is_true_of_all(dataset))
+    return _samples_that_hold(dataset, AllOf(unknown)) if unknown else AllIds(len(dataset))
+
+
+def samples_with(dataset: Dataset, condition: HasValue, what: str) -> SampleIds:
+    """The ids of the samples for which `condition` holds. `what` describes them in the error if there are none."""
+    ids = samples_where(dataset, condition)
     if not len(ids):
         hint = "`headrace info` lists its contents" + (
-            "; pictures are clips of one frame: Clip(frames=1)" if without else ""
+            "; pictures are clips of one frame: Clip(frames=1)" if condition.without else ""
         )
         raise UsageError(f"{dataset.url} has no {what}", hint=hint)
     return ids
 
 
-def samples_where(dataset: Dataset, names: Sequence[str], condition: Callable[[Any], Mask]) -> SampleIds:
-    """The ids of the samples for which `condition` is true. It gets tables of these columns and returns masks."""
+def _samples_that_hold(dataset: Dataset, condition: AllOf) -> SampleIds:
     pieces = _pieces(dataset)
 
     def piece(number: int) -> Any:
-        masks = [condition(table) for table in dataset.index.tables(names, pieces[number])]
+        masks = [condition(table) for table in dataset.index.tables(condition.columns, pieces[number])]
         return np.packbits(np.concatenate([np.zeros(0, np.bool_), *masks]), bitorder="little")
 
     def combine(packed_masks: Iterable[Any], new: NewArray) -> None:
@@ -93,7 +141,7 @@ def samples_where(dataset: Dataset, names: Sequence[str], condition: Callable[[A
         for name, array in builder.ids().arrays().items():
             new(name, array.shape, array.dtype)[...] = array
 
-    key = ["ids", dataset.digest, *names, _described(condition)]
+    key = ["ids", dataset.digest, _described(condition)]
     work = Work(key=key, samples=len(dataset), pieces=len(pieces), piece=piece, combine=combine)
     return ids_from(compute(work), len(dataset))
 

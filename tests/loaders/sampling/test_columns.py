@@ -17,10 +17,10 @@ from headrace.dataio.store.open import open_store
 from headrace.loaders.sampling import columns, shared_arrays
 from headrace.loaders.sampling.columns import (
     F64,
+    HasValue,
     bucket_numbers,
     column,
     counts_by_bucket,
-    samples_where,
     samples_with,
     small_numbers,
 )
@@ -56,7 +56,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dataset
 
 def everything(dataset: Dataset) -> list[Any]:
     """All that a loader computes from columns, as lists."""
-    ids = samples_with(dataset, "video_ext", "video")
+    ids = samples_with(dataset, HasValue("video_ext"), "video")
     rows = np.arange(len(ids))
     few, many = (small_numbers(dataset, ["duration"], ids, Scaled(factor)) for factor in (3, 100))
     chosen = bucket_numbers(dataset, ["height"], ids, InThree(), 3)
@@ -151,13 +151,11 @@ def _counting_parts(url: str) -> tuple[list[Any], int]:
 
 def test_a_function_that_its_repr_does_not_describe_is_refused(dataset: Dataset) -> None:
     with pytest.raises(TypeError, match="is not a dataclass"):
-        samples_where(dataset, ["number"], lambda table: table)
-    with pytest.raises(TypeError, match="is not a dataclass"):
-        small_numbers(dataset, ["duration"], samples_with(dataset, "video_ext", "video"), np.floor)
+        small_numbers(dataset, ["duration"], samples_with(dataset, HasValue("video_ext"), "video"), np.floor)
 
 
 def test_a_whole_column_is_in_the_order_of_the_ids(dataset: Dataset) -> None:
-    ids = samples_with(dataset, "video_ext", "video")
+    ids = samples_with(dataset, HasValue("video_ext"), "video")
     assert column(dataset, "duration", ids).tolist() == [one.duration for one in dataset if one.video]
 
 
