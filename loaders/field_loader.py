@@ -80,7 +80,7 @@ class FieldsConfig(LoaderConfig):
     _: KW_ONLY
     fields: Mapping[str, AnyField] = field()
     buckets: Buckets | Durations | None = None
-    transform: FieldsTransform | None = None  # type: ignore[assignment]
+    transform: FieldsTransform | None = None
     collate: Mapping[str, Collate] = field(default_factory=dict)
 
 
@@ -275,7 +275,8 @@ class _Fields:
         pixels = {name: self._config.output(one.normalize, one.dtype, one.layout) for name, one in self.videos.items()}
         images = frozenset(name for name, one in self.videos.items() if isinstance(one, Image))
         return FieldsLayout(
-            collate={name: one.collate for name, one in self.others.items()} | dict(self._config.collate),
+            collate={name: one.collate if isinstance(one, Field) else "stack" for name, one in self.named.items()}
+            | dict(self._config.collate),
             optional=frozenset(name for name, one in self.others.items() if not one.required),
             pixels=pixels,
             images=images,
