@@ -169,7 +169,7 @@ def test_a_stacked_optional_field_is_zero_where_it_is_missing(make: Callable[...
         for row, key, present in zip(batch["first"], batch["key"], batch["first.present"], strict=True):
             assert row.tolist() == ([0] * 4 if key == "3" else points(int(key))[0].tolist())
             assert bool(present) == (key != "3")
-        batch = None
+        del batch
 
 
 def test_a_function_collates(make: Callable[..., Loader]) -> None:
