@@ -35,7 +35,7 @@ from headrace.dataio.shards.media.container import (
     first_stamped,
     lies_before,
 )
-from headrace.dataio.shards.media.probe import AUDIO_DECODE_OPTIONS
+from headrace.dataio.shards.media.streams import AUDIO_DECODE_OPTIONS
 from headrace.dataio.shards.sample import AudioInfo, AudioMark
 from headrace.loaders.audio.excerpts import ogg
 from headrace.loaders.audio.excerpts.base import Excerpt, mark_before

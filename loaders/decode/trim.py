@@ -48,7 +48,7 @@ from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import MAX_CLIP_BYTES, Request
-from headrace.loaders.decode.mp4 import Excerpt, excerpt, pays
+from headrace.loaders.decode.mp4_excerpt import Excerpt, excerpt, pays
 from headrace.loaders.fetch.partial_file import Media
 
 _EXPANDED = 4
