@@ -112,7 +112,7 @@ class Batch:
                 write_pixels(target, tensor, self._output)
             else:
                 target.copy_(tensor, non_blocking=True)
-        self.samples[slot] = _released(sample)
+        self.samples[slot] = _without_data(sample)
 
     def tensors(self) -> dict[str, Any]:
         """The batch as the trainer receives it, for the current CUDA stream if it is on a GPU."""
@@ -131,10 +131,10 @@ class Batch:
     def _record_stream(self) -> None:
         """Prevent the reuse of device memory until the current stream has finished with it."""
         if self._output.device.type == "cuda":
-            for tensor in self._written():
+            for tensor in self._all_tensors():
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def _written(self) -> list[torch.Tensor]:
+    def _all_tensors(self) -> list[torch.Tensor]:
         """All tensors that the loader's stream wrote and the trainer's stream reads."""
         return list(self._tensors.values())
 
@@ -170,7 +170,7 @@ class Batch:
         return torch.index_select(tensor, 0, torch.tensor(slots, device=tensor.device), out=compacted)
 
 
-def _released(sample: ProcessedSample) -> ProcessedSample:
+def _without_data(sample: ProcessedSample) -> ProcessedSample:
     """The sample with its tensors' names but without their data."""
     return ProcessedSample(
         sample.sample, dict.fromkeys(sample.tensors, _RELEASED), sample.values, skipped=sample.skipped
@@ -221,7 +221,7 @@ class RowBatch(Batch):
             assert span is not None
             row = self._target(name, tensor.shape, tensor.dtype)[span.row]
             row[..., span.at : span.at + span.length].copy_(tensor[..., : span.length], non_blocking=True)
-        self.samples[slot] = _released(sample)
+        self.samples[slot] = _without_data(sample)
 
     def tensors(self) -> dict[str, Any]:
         self._record_stream()
@@ -282,10 +282,10 @@ class JoinedBatch(Batch):
                 self._joined()[start:end].copy_(tensor, non_blocking=True)
             else:
                 self._separate[slot] = tensor.to(self._output.device, copy=True)
-        self.samples[slot] = _released(sample)
+        self.samples[slot] = _without_data(sample)
 
-    def _written(self) -> list[torch.Tensor]:
-        return [*super()._written(), *self._separate.values()]
+    def _all_tensors(self) -> list[torch.Tensor]:
+        return [*super()._all_tensors(), *self._separate.values()]
 
     def _joined(self) -> torch.Tensor:
         with self._lock:

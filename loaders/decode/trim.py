@@ -410,7 +410,7 @@ def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]]
             raise CorruptionError(f"the packet at time stamp {stamp} is damaged")
         if stamp < wanted.key.pts:
             continue
-        if packet.dts is not None and _is_over(packet.dts, wanted, times):
+        if packet.dts is not None and _has_all_frames(packet.dts, wanted, times):
             return packets, times, False
         if not packets:
             _check_start(packet)
@@ -439,7 +439,7 @@ def _check_start(packet: Packet[VideoStream]) -> None:
         context.options = context.options | _EXPLODING
 
 
-def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:
+def _has_all_frames(dts: int, wanted: Wanted, times: list[int]) -> bool:
     """Whether `times` holds all frames up to the last requested one.
 
     Packets from decode time `dts` on are shown later.

@@ -172,23 +172,23 @@ class Directory:
         """Unpack the rows of a page from its stored bytes. The page is checked; its rows are not."""
         entry = self._entries[page]
         if short_digest(stored) != entry["digest"].tobytes():
-            raise self._bad(page, "its BLAKE3 digest does not match the directory")
+            raise self._page_error(page, "its BLAKE3 digest does not match the directory")
         size = int(entry["unpacked"])
         try:
             if size > MAX_UNPACKED_BYTES or zstandard.frame_content_size(stored) != size:
-                raise self._bad(page, "it is of another size than the directory says")
+                raise self._page_error(page, "it is of another size than the directory says")
             rows = _decode_page(_thread_decompressor.decompressor.decompress(stored, max_output_size=size))
         except (zstandard.ZstdError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise self._bad(page, f"it cannot be unpacked: {error}") from error
+            raise self._page_error(page, f"it cannot be unpacked: {error}") from error
         if len(rows) != entry["rows"]:
-            raise self._bad(page, f"it holds {len(rows)} rows, the directory says {entry['rows']}")
+            raise self._page_error(page, f"it holds {len(rows)} rows, the directory says {entry['rows']}")
         return rows
 
     def unpacked(self, page: int) -> int:
         """Return the unpacked size of a page in bytes."""
         return int(self._entries["unpacked"][page])
 
-    def _bad(self, page: int, why: str) -> CorruptionError:
+    def _page_error(self, page: int, why: str) -> CorruptionError:
         return CorruptionError(f"{self._name}: page {page} of its rows: {why}")
 
 

@@ -181,7 +181,7 @@ class RowDecoder:
         if row.pieces:
             self._attach_pieces(members, row.pieces, at)
         if not math.isfinite(row.duration):
-            raise self._bad(at, "duration is not finite")
+            raise self._row_error(at, "duration is not finite")
         video = None if row.video is None else self._video(row.video, at)
         audio = None if row.audio is None else self._audio(row.audio, at)
         fields = parse_fields(row.fields, row.key)
@@ -190,12 +190,12 @@ class RowDecoder:
     def _attach_pieces(self, members: list[Member], encoded: list[_PiecesWithMarks], at: int) -> None:
         for entry in encoded:
             if entry.member >= len(members):
-                raise self._bad(at, "pieces belong to no member")
+                raise self._row_error(at, "pieces belong to no member")
             member = members[entry.member]
             pieces = Pieces(entry.size, entry.digests, tuple(entry.head), tuple(entry.marks))
             fault = cut.find_fault(pieces, member.length)
             if fault:
-                raise self._bad(at, f"pieces of member {member.ext!r}: {fault}")
+                raise self._row_error(at, f"pieces of member {member.ext!r}: {fault}")
             members[entry.member] = Member(member.ext, member.offset, member.length, member.xxh3, pieces)
 
     def files(self, data: msgspec.Raw, at: int) -> Files:
@@ -206,38 +206,38 @@ class RowDecoder:
         try:
             return decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise self._bad(at, f"is not a row: {error}") from error
+            raise self._row_error(at, f"is not a row: {error}") from error
 
     def _locate(self, row: _Files, at: int) -> tuple[str, list[Member]]:
         name = row.shard
         shard = self._prefix + name if self._prefix and not name.startswith(self._unprefixed) else name
         size = self._shards.get(shard)
         if size is None:
-            raise self._bad(at, "shard is not a shard of this dataset version")
+            raise self._row_error(at, "shard is not a shard of this dataset version")
         members = [Member(*one) for one in row.members]
         if not members:
-            raise self._bad(at, "members is empty")
+            raise self._row_error(at, "members is empty")
         start = end = 0  # of the previous member
         for member in members:
             offset, member_end = member.offset, member.offset + member.length
             if member_end > size:
-                raise self._bad(at, "members lies outside its shard")
+                raise self._row_error(at, "members lies outside its shard")
             if start < member_end and offset < end:
-                raise self._bad(at, "members overlaps the next member")
+                raise self._row_error(at, "members overlaps the next member")
             start, end = offset, member_end
         return shard, members
 
     def _video(self, v: _VideoWithPositions, at: int) -> VideoInfo:
         if not v.key_pts or len(v.key_pts) != len(v.key_index):
-            raise self._bad(at, "key_frames is empty or incomplete")
+            raise self._row_error(at, "key_frames is empty or incomplete")
         if max(v.key_index) > v.frames:
-            raise self._bad(at, "key_frames lies outside the video")
+            raise self._row_error(at, "key_frames lies outside the video")
         if v.key_at is None:
             key_frames = map(KeyFrame, v.key_pts, v.key_index)
         elif len(v.key_at) == len(v.key_pts):
             key_frames = map(KeyFrame, v.key_pts, v.key_index, v.key_at)
         else:
-            raise self._bad(at, "key_frames has another number of positions")
+            raise self._row_error(at, "key_frames has another number of positions")
         return VideoInfo(
             *(v.ext, v.stream, v.codec, v.width, v.height, _fraction(v.fps_numerator, v.fps_denominator), v.frames),
             *(_fraction(v.time_base_numerator, v.time_base_denominator), v.start_pts, v.duration_pts, v.pixel_format),
@@ -251,11 +251,11 @@ class RowDecoder:
         if a.time_base_numerator is None:
             return AudioInfo(*values)
         if len(a.mark_at) != len(a.mark_pts):
-            raise self._bad(at, "its audio marks have another number of positions")
+            raise self._row_error(at, "its audio marks have another number of positions")
         base = _fraction(a.time_base_numerator, a.time_base_denominator)
         return AudioInfo(*values, base, a.start_pts, tuple(map(AudioMark, a.mark_at, a.mark_pts)))
 
-    def _bad(self, at: int, why: str) -> CorruptionError:
+    def _row_error(self, at: int, why: str) -> CorruptionError:
         return CorruptionError(f"{self._name}: row {at}: {why}")
 
 
