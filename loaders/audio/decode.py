@@ -98,9 +98,8 @@ def _decode_window(
     data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec, from_first: bool
 ) -> DecodedAudio | None:
     """The window with `_EDGE` on both sides. None if all of it is silence."""
-    audio_start = (
-        _with_file(data, info, _first_time) if info.start is None else info.start
-    )  # an older index does not list the start
+    # an older index does not list the start
+    audio_start = _with_file(data, info, _first_time) if info.start is None else info.start
     start += audio_start if from_first else 0
     excerpt = excerpt_of(data, info, start - _EDGE, start + seconds + _EDGE)
     audio = None if excerpt is None else _decode_from_excerpt(excerpt, info, start - _EDGE, seconds, spec)

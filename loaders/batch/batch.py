@@ -164,9 +164,8 @@ class Batch:
             return tensor
         if not slots:
             return None
-        compacted = self._buffers.empty(
-            (len(slots), *tensor.shape[1:]), tensor.dtype
-        )  # pinned if the other tensors are
+        # pinned if the other tensors are
+        compacted = self._buffers.empty((len(slots), *tensor.shape[1:]), tensor.dtype)
         return torch.index_select(tensor, 0, torch.tensor(slots, device=tensor.device), out=compacted)
 
 

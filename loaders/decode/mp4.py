@@ -3,7 +3,7 @@
 Purpose: when libav opens a file, it creates an object for every packet. This module reads the tables as numpy arrays
 instead. `mp4_excerpt` (video) and `audio.excerpts.mp4` write the tables of an excerpt from a part of them.
 
-Invariants: all functions are pure. A box is read only within its own length. Tables are not copied.
+Invariants: all functions are pure. A box is read only within its own length.
 
 Failure behaviour: the functions that read tables raise one of `WRONG`. Errors of reading the file are raised unchanged.
 """
