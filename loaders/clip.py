@@ -152,14 +152,14 @@ def first_of(
     """
     number = place[3]
     if start == "random":
-        return _drawn(_START, place, room + 1)
+        return _random_below(_START, place, room + 1)
     first = int(span * number) if start == "every" else int(Fraction(2 * number + 1, 2 * parts) * (room + 1))
     if jitter:
-        first += _drawn(_JITTER, place, 2 * jitter + 1) - jitter
+        first += _random_below(_JITTER, place, 2 * jitter + 1) - jitter
     return min(max(0, first), room)
 
 
-def _drawn(purpose: int, place: tuple[int, int, int, int, int], count: int) -> int:
+def _random_below(purpose: int, place: tuple[int, int, int, int, int], count: int) -> int:
     """One of 0 … `count` - 1: the 64-bit key as a fraction of 1, times `count`, rounded down."""
     return int(key_of(purpose, *place)[0]) * count >> 64
 

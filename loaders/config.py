@@ -236,7 +236,7 @@ class LoaderConfig:
         source: DatasetLike | Mixture,
         find: Find,
         parts: Any,
-        how: Sampling,
+        sampling: Sampling,
         buckets: Bucketing | None = None,
         pack: Pack | None = None,
     ) -> tuple[OrderPlan, Sequence[Dataset]]:
@@ -253,7 +253,7 @@ class LoaderConfig:
 
         opened = open_datasets(source, self.version, self.storage_options, self.trust_mounts)
         try:
-            return make_plan(opened, find_checked, parts, how, buckets, pack), opened.owned
+            return make_plan(opened, find_checked, parts, sampling, buckets, pack), opened.owned
         except BaseException:
             opened.close()
             raise

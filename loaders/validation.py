@@ -31,11 +31,11 @@ def checked(name: str, value: object, kind: Any, expected: str = "") -> Any:
         kind: a type, or a union of types.
         wanted: what to give instead, for the error. Default: the name of the type.
     """
-    python_value = _python(value)
+    python_value = _without_numpy_scalars(value)
     try:
         converted = msgspec.convert(python_value, kind)
     except msgspec.ValidationError:
-        raise UsageError(f"{name} cannot be {value!r:.200}", hint=f"give {expected or _in_words(kind)}") from None
+        raise UsageError(f"{name} cannot be {value!r:.200}", hint=f"give {expected or _type_name(kind)}") from None
     return converted if isinstance(python_value, list) else python_value
 
 
@@ -69,10 +69,10 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], example
         raise UsageError(f"{name} cannot be {value!r}", hint=f"give {example}")
 
 
-def _in_words(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     """The type as text for an error: `int or None`, `'mix' or 'first'`."""
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_in_words, get_args(kind)))
+        return " or ".join(map(_type_name, get_args(kind)))
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
     if kind is NoneType:
@@ -86,12 +86,12 @@ def _kinds(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _python(value: object) -> object:
+def _without_numpy_scalars(value: object) -> object:
     """`value` with Python scalars in place of numpy scalars."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list | tuple):
-        return [_python(one) for one in value]
+        return [_without_numpy_scalars(one) for one in value]
     if isinstance(value, Mapping):
-        return {name: _python(one) for name, one in value.items()}
+        return {name: _without_numpy_scalars(one) for name, one in value.items()}
     return value

@@ -36,9 +36,9 @@ from headrace.dataio.store.open import open_store
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from headrace.dataio.shards.changes import Diff
+    from headrace.dataio.shards.diff import Diff
     from headrace.dataio.shards.ingest.report import PackReport
-    from headrace.dataio.shards.query.conditions import View
+    from headrace.dataio.shards.query.views import View
 
 CHECKED_AT_OPEN = 16 * limits.MIB
 _ROWS_PER_READ = 1024
@@ -330,7 +330,7 @@ class Dataset:
             ...     list(dataset.where("key in ('1', '3')").keys)
             ['1', '3']
         """
-        from headrace.dataio.shards.query import conditions  # imports DuckDB and Arrow
+        from headrace.dataio.shards.query import views  # imports DuckDB and Arrow
 
         lineage = (
             self.view.lineage
@@ -340,7 +340,7 @@ class Dataset:
                 sources=(versions.Source(name=self.name, version=self.version, digest=self.digest),),
             )
         )
-        return self._open_view(conditions.narrow(self.store, self.document, self.index, lineage, condition))
+        return self._open_view(views.narrow(self.store, self.document, self.index, lineage, condition))
 
     def save(self, message: str = "") -> Dataset:
         """Save this view as a version. Readers open it by its number or a tag, and never by default.
@@ -423,7 +423,7 @@ class Dataset:
             Diff: The numbers of added, removed and changed samples, and an iterator of their keys. Use it in a `with`
             statement.
         """
-        from headrace.dataio.shards.changes import diff
+        from headrace.dataio.shards.diff import diff
 
         return diff(self, other)
 

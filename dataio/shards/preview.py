@@ -382,7 +382,7 @@ def _logarithmic_edges(low: float, high: float) -> list[float]:
 def histogram_svg(bins: Histogram, label: Callable[[float], str], quantity: str) -> str:
     """Draw the bins as SVG.
 
-    `label` gives the text of an edge, and `what` names the values. Neither is escaped, so both must be safe in HTML.
+    `label` gives the text of an edge, and `quantity` names the values. Neither is escaped, so both must be safe in HTML.
     """
     if not bins.counts:
         return '<p class="quiet">none</p>'

@@ -35,7 +35,7 @@ from headrace.dataio.shards.media.container import (
     first_stamped,
     lies_before,
 )
-from headrace.dataio.shards.media.probe import AUDIO_DECODE_OPTIONS
+from headrace.dataio.shards.media.streams import AUDIO_DECODE_OPTIONS
 from headrace.dataio.shards.sample import AudioInfo, AudioMark
 from headrace.loaders.audio.excerpts import ogg
 from headrace.loaders.audio.excerpts.base import Excerpt, mark_before
@@ -98,9 +98,8 @@ def _decode_window(
     data: Media, info: AudioInfo, start: Fraction, seconds: Fraction, spec: AudioSpec, from_first: bool
 ) -> DecodedAudio | None:
     """The window with `_EDGE` on both sides. None if all of it is silence."""
-    audio_start = (
-        _with_file(data, info, _first_time) if info.start is None else info.start
-    )  # an older index does not list the start
+    # an older index does not list the start
+    audio_start = _with_file(data, info, _first_time) if info.start is None else info.start
     start += audio_start if from_first else 0
     excerpt = excerpt_of(data, info, start - _EDGE, start + seconds + _EDGE)
     audio = None if excerpt is None else _decode_from_excerpt(excerpt, info, start - _EDGE, seconds, spec)

@@ -133,9 +133,8 @@ class _Graph:
                 nfft=settings.n_fft,
                 window_length=settings.n_fft,
                 window_step=settings.hop_length,
-                window_fn=torch.hann_window(
-                    settings.n_fft
-                ).tolist(),  # DALI's default window is shifted by half a sample
+                # DALI's default window is shifted by half a sample
+                window_fn=torch.hann_window(settings.n_fft).tolist(),
                 center_windows=True,
                 reflect_padding=True,
                 power=2,

@@ -106,7 +106,7 @@ class Batch:
         """Write `sample` into its slot, unless its pixels are there already. Its tensors are released."""
         for name, tensor in sample.tensors.items():
             self._stack(name, slot, tensor, sample)
-        self.samples[slot] = released(sample)
+        self.samples[slot] = without_data(sample)
 
     def _stack(self, name: str, slot: int, tensor: torch.Tensor, sample: ProcessedSample) -> None:
         """Write one tensor of a sample into its slot."""
@@ -146,10 +146,10 @@ class Batch:
     def _record_stream(self) -> None:
         """Prevent the reuse of device memory until the current stream has finished with it."""
         if self._output.device.type == "cuda":
-            for tensor in self._written():
+            for tensor in self._all_tensors():
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
-    def _written(self) -> list[torch.Tensor]:
+    def _all_tensors(self) -> list[torch.Tensor]:
         """All tensors that the loader's stream wrote and the trainer's stream reads."""
         return list(self._tensors.values())
 
@@ -181,13 +181,12 @@ class Batch:
             return tensor
         if not slots:
             return None
-        compacted = self._buffers.empty(
-            (len(slots), *tensor.shape[1:]), tensor.dtype
-        )  # pinned if the other tensors are
+        # pinned if the other tensors are
+        compacted = self._buffers.empty((len(slots), *tensor.shape[1:]), tensor.dtype)
         return torch.index_select(tensor, 0, torch.tensor(slots, device=tensor.device), out=compacted)
 
 
-def released(sample: ProcessedSample) -> ProcessedSample:
+def without_data(sample: ProcessedSample) -> ProcessedSample:
     """The sample with its tensors' names but without their data."""
     return ProcessedSample(
         sample.sample, dict.fromkeys(sample.tensors, _RELEASED), sample.values, skipped=sample.skipped
@@ -238,7 +237,7 @@ class RowBatch(Batch):
             assert span is not None
             row = self._target(name, tensor.shape, tensor.dtype)[span.row]
             row[..., span.at : span.at + span.length].copy_(tensor[..., : span.length], non_blocking=True)
-        self.samples[slot] = released(sample)
+        self.samples[slot] = without_data(sample)
 
     def tensors(self) -> dict[str, Any]:
         self._record_stream()
@@ -299,10 +298,10 @@ class JoinedBatch(Batch):
                 self._joined()[start:end].copy_(tensor, non_blocking=True)
             else:
                 self._separate[slot] = tensor.to(self._output.device, copy=True)
-        self.samples[slot] = released(sample)
+        self.samples[slot] = without_data(sample)
 
-    def _written(self) -> list[torch.Tensor]:
-        return [*super()._written(), *self._separate.values()]
+    def _all_tensors(self) -> list[torch.Tensor]:
+        return [*super()._all_tensors(), *self._separate.values()]
 
     def _joined(self) -> torch.Tensor:
         with self._lock:

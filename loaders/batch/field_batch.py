@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace.dataio.core.errors import UsageError
-from headrace.loaders.batch.batch import AXES, Batch, Output, released
+from headrace.loaders.batch.batch import AXES, Batch, Output, without_data
 from headrace.loaders.batch.memory import BufferPool
 from headrace.loaders.interfaces import Collate, FieldsLayout, ProcessedSample, SampleLayout
 
@@ -49,7 +49,7 @@ class FieldBatch(Batch):
                 self._stack_value(name, slot, value, sample)
             else:
                 kept[name] = value
-        self._kept[slot], self.samples[slot] = kept, released(sample)
+        self._kept[slot], self.samples[slot] = kept, without_data(sample)
         with self._lock:
             self._unfinished -= 1
             is_last = not self._unfinished
@@ -68,9 +68,9 @@ class FieldBatch(Batch):
     def _pixels(self, name: str) -> Output | None:
         return self._fields.pixels.get(name)
 
-    def _written(self) -> list[torch.Tensor]:
+    def _all_tensors(self) -> list[torch.Tensor]:
         entries = [value for value in self._entries.values() if isinstance(value, torch.Tensor) and value.is_cuda]
-        return [*super()._written(), *entries]
+        return [*super()._all_tensors(), *entries]
 
     def _collation(self, name: str, value: Any) -> Collate:
         """How the entry `name` is made, which may depend on its first value."""

@@ -136,9 +136,9 @@ class MemoryBudget:
         with self._changed:
             self._queue.append(ticket)
             try:
-                if not self._may(ticket, size):
+                if not self._may_enter(ticket, size):
                     self.waits += 1
-                self._changed.wait_for(lambda: self._closed or self._may(ticket, size))
+                self._changed.wait_for(lambda: self._closed or self._may_enter(ticket, size))
             finally:
                 self._queue.remove(ticket)
                 self._changed.notify_all()
@@ -147,5 +147,5 @@ class MemoryBudget:
             self.used += size
             self.peak = max(self.peak, self.used)
 
-    def _may(self, ticket: object, size: int) -> bool:
+    def _may_enter(self, ticket: object, size: int) -> bool:
         return self._queue[0] is ticket and (not self.used or self.used + size <= self.limit)

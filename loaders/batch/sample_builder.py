@@ -114,8 +114,8 @@ class SampleBuilder:
         tensors is left out of its batch.
         """
         return [
-            self._instead(ref, target, outcome) if isinstance(outcome, HeadraceError) else outcome
-            for ref, target, outcome in zip(refs, targets, self._try(refs, targets, reads), strict=True)
+            self._replace_or_skip(ref, target, outcome) if isinstance(outcome, HeadraceError) else outcome
+            for ref, target, outcome in zip(refs, targets, self._fetch_and_process(refs, targets, reads), strict=True)
         ]
 
     def announce(self, ranges: Mapping[int, Sequence[Range]]) -> None:
@@ -135,7 +135,7 @@ class SampleBuilder:
                 ends.callback(reader.close)
             ends.callback(self._processor.close)
 
-    def _try(
+    def _fetch_and_process(
         self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
     ) -> list[ProcessedSample | HeadraceError]:
         with self._memory.admitted(sum(map(self._cost, refs, targets, reads))):
@@ -202,10 +202,10 @@ class SampleBuilder:
             self._quarantine.mark_bad(ref, error)
             return error
 
-    def _instead(self, ref: SampleRef, target: Target, error: HeadraceError) -> ProcessedSample:
+    def _replace_or_skip(self, ref: SampleRef, target: Target, error: HeadraceError) -> ProcessedSample:
         if self._on_error == "replace" or not isinstance(error, DAMAGE):
             return self._substitute(ref, target, error)
-        return ProcessedSample(ref.sample, {}, skipped=(self._skipped(ref, error),))
+        return ProcessedSample(ref.sample, {}, skipped=(self._describe_skipped(ref, error),))
 
     def _substitute(self, ref: SampleRef, target: Target, error: HeadraceError) -> ProcessedSample:
         """The first substitute that is not damaged."""
@@ -214,12 +214,14 @@ class SampleBuilder:
         for attempt in range(MAX_SUBSTITUTES):
             if not isinstance(error, DAMAGE):
                 raise error
-            skipped.append(self._skipped(damaged, error))
+            skipped.append(self._describe_skipped(damaged, error))
             substitute = self._plan.substitute(ref, attempt)
             if substitute is None:
                 break
             damaged = substitute
-            outcome = self._try([substitute], [self._target_for(substitute, target)], self.plan([substitute]).reads)[0]
+            outcome = self._fetch_and_process(
+                [substitute], [self._target_for(substitute, target)], self.plan([substitute]).reads
+            )[0]
             if not isinstance(outcome, HeadraceError):
                 return replace(outcome, skipped=tuple(skipped))
             error = outcome
@@ -235,7 +237,7 @@ class SampleBuilder:
         files = self._files_of(ref.sample)
         return FileTarget(files, target.memory) if files.size == len(target.memory) else None
 
-    def _skipped(self, ref: SampleRef, error: HeadraceError) -> SkippedSample:
+    def _describe_skipped(self, ref: SampleRef, error: HeadraceError) -> SkippedSample:
         sample, needs = ref.sample, self._processor.needs(ref)
         offsets = [member.offset for ext in needs for member in sample.members if member.ext == ext]
         return SkippedSample(

@@ -6,14 +6,13 @@ Invariants, for every back end:
 
 * *Same pixels.* Frames are uint8 RGB, and rotation metadata is ignored (`resize.rotate` rotates the frames afterwards).
   `color="bt601"` converts by BT.601 and ignores the stream's colour tags. CPU back ends are bit-identical; a GPU may
-  differ
-    by 2, and rarely differs by more than 1. "tagged" and "fast" use the tags, which only PyAV supports. "fast" uses
-    libswscale's fastest conversion. JPEGs always have libjpeg-turbo's RGB.
+  differ by 2, and rarely differs by more than 1. "tagged" and "fast" use the tags, which only PyAV supports. "fast"
+  uses libswscale's fastest conversion. JPEGs always have libjpeg-turbo's RGB.
 * *Same crop.* Frames are returned at full resolution. With `Request.fit` they are bit-identical to the output of
   `resize.fit`. The exception is "fast" with antialiasing, which scales and converts in one pass of libswscale.
 * *All or nothing.* A request returns exactly the requested frames, or an error. It never returns zeros, frames of
-another request, or an adjacent frame in place of a missing one. * *Independent requests.* A bad request never affects
-the other requests of the same call.
+  another request, or an adjacent frame in place of a missing one.
+* *Independent requests.* A bad request never affects the other requests of the same call.
 
 Failure behaviour: `decode` returns an error at the position of each bad request: `CorruptionError` for damaged bytes,
 `UnsupportedError` for a request that this back end cannot decode, `CapacityError` for a clip above `MAX_CLIP_BYTES`. It

@@ -56,13 +56,9 @@ def rotate(frames: torch.Tensor, degrees: int) -> torch.Tensor:
 
 def apply(frames: torch.Tensor, request_fit: Fit | None) -> torch.Tensor:
     """`fit` with the parameters of a request. Without parameters, the frames are returned unchanged."""
-    return (
-        frames
-        if request_fit is None
-        else fit(
-            frames, request_fit.size, antialias=request_fit.antialias, at=request_fit.at, mirror=request_fit.mirror
-        )
-    )
+    if request_fit is None:
+        return frames
+    return fit(frames, request_fit.size, antialias=request_fit.antialias, at=request_fit.at, mirror=request_fit.mirror)
 
 
 def scale(planes: torch.Tensor, height: int, width: int, antialias: bool) -> torch.Tensor:

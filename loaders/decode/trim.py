@@ -48,7 +48,7 @@ from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import MAX_CLIP_BYTES, Request
-from headrace.loaders.decode.mp4 import Excerpt, excerpt, pays
+from headrace.loaders.decode.mp4_excerpt import Excerpt, excerpt, pays
 from headrace.loaders.fetch.partial_file import Media
 
 _EXPANDED = 4
@@ -410,7 +410,7 @@ def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]]
             raise CorruptionError(f"the packet at time stamp {stamp} is damaged")
         if stamp < wanted.key.pts:
             continue
-        if packet.dts is not None and _is_over(packet.dts, wanted, times):
+        if packet.dts is not None and _has_all_frames(packet.dts, wanted, times):
             return packets, times, False
         if not packets:
             _check_start(packet)
@@ -439,7 +439,7 @@ def _check_start(packet: Packet[VideoStream]) -> None:
         context.options = context.options | _EXPLODING
 
 
-def _is_over(dts: int, wanted: Wanted, times: list[int]) -> bool:
+def _has_all_frames(dts: int, wanted: Wanted, times: list[int]) -> bool:
     """Whether `times` holds all frames up to the last requested one.
 
     Packets from decode time `dts` on are shown later.

@@ -109,7 +109,7 @@ def of_clip(video: VideoInfo, wanted: Wanted, length: int) -> Span:
     last = wanted.values[-1]
     first_key = bisect_right(video.key_frames, wanted.key.index, key=_index) - 1
     next_key = bisect_right(video.key_frames, last, key=_index if wanted.by == "index" else _pts)
-    return _between(video, first_key, next_key, length)
+    return _span_between(video, first_key, next_key, length)
 
 
 def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Span:
@@ -120,7 +120,7 @@ def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Sp
     low, high = (int(t / video.time_base) for t in (start - _AROUND, end + _AROUND))
     first_key = bisect_right(video.key_frames, low, key=_pts) - 1
     next_key = bisect_right(video.key_frames, high, key=_pts)
-    return _between(video, first_key, next_key, length)
+    return _span_between(video, first_key, next_key, length)
 
 
 _pts, _index = attrgetter("pts"), attrgetter("index")
@@ -137,7 +137,7 @@ def explain(sample: Sample, clip: Clip, *, with_audio: bool) -> str:
     return f"reading: about {part} of its {total} for a clip"
 
 
-def _between(video: VideoInfo, first_key: int, next_key: int, length: int) -> Span:
+def _span_between(video: VideoInfo, first_key: int, next_key: int, length: int) -> Span:
     keys = video.key_frames
     begin = keys[max(0, first_key)].at
     end = keys[next_key].at + _READ_ON if next_key < len(keys) else length

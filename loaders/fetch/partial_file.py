@@ -145,9 +145,9 @@ class PartialFile:
             if number not in self._unchecked:
                 self._fetch_on(number)
             view = self._unchecked.pop(number)
-            for read in self._retries:
+            for read_again in self._retries:
                 if not matches(self._pieces, number, view):
-                    view = read(byte_ranges.ranges(self._member, ((number, 1),)))[0]
+                    view = read_again(byte_ranges.ranges(self._member, ((number, 1),)))[0]
         except (NotFoundError, RangeError) as error:
             raise CorruptionError(f"{self._name}: {error.message}", hint=error.hint) from error
         if not matches(self._pieces, number, view):

@@ -253,8 +253,8 @@ def _member(sample: Sample, ext: str) -> Member:
     for member in sample.members:
         if member.ext == ext:
             return member
-    raise _unlisted(ext)
+    raise _unlisted_error(ext)
 
 
-def _unlisted(ext: str) -> CorruptionError:
+def _unlisted_error(ext: str) -> CorruptionError:
     return CorruptionError(f"the index lists no .{ext} file for this sample")

@@ -73,7 +73,7 @@ def _uniform(ref: SampleRef, purpose: int) -> float:
 
 _WHOLE = Cut()
 LIGHT = 1 << 20
-""" Pixels that one thread decodes in a group of small clips: a few milliseconds of work. Smaller groups would spend
+"""Pixels that one thread decodes in a group of small clips: a few milliseconds of work. Smaller groups would spend
 much of their time in Python. Threads that work on single small clips slow each other down, since every library call
 releases the GIL."""
 _MOST_SEEN = 64

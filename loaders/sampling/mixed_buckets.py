@@ -71,9 +71,9 @@ class Turns:
     def counts(self, step: int) -> I64:
         """The number of turns that each bucket had before `step`."""
         number = segment_at(self.segments, step)
-        return self._bases[number] + self._since(number, step)
+        return self._bases[number] + self._turns_since(number, step)
 
-    def _since(self, number: int, step: int) -> I64:
+    def _turns_since(self, number: int, step: int) -> I64:
         every = np.arange(len(self.segments[number].quotas))
         return self._interleaves[number].before(every, np.array(step - self.segments[number].step), self.offset)
 
@@ -85,7 +85,7 @@ class Turns:
     def _bases(self) -> list[I64]:
         bases = [np.zeros(len(self.segments[0].quotas), np.int64)]
         for number, segment in enumerate(self.segments[1:]):
-            bases.append(bases[-1] + self._since(number, segment.step))
+            bases.append(bases[-1] + self._turns_since(number, segment.step))
         return bases
 
 

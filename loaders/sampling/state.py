@@ -126,10 +126,10 @@ def dump(fingerprint: Fingerprint, position: Position) -> dict[str, Any]:
     values["order"] = [*leading, *values["order"]]
     state = values | {"epoch": position.epoch, "batch": position.batch, "quarantine": listed}
     if _bytes(state) >= MAX_BYTES:
-        state["clip"] = _stand_in(state["clip"])
+        state["clip"] = _short_digest(state["clip"])
     if _bytes(state) >= MAX_BYTES:
-        leading = [_stand_in(one) if isinstance(one, str) else one for one in leading]
-        state["order"] = [*leading, _stand_in(values["order"][len(leading) :])]
+        leading = [_short_digest(one) if isinstance(one, str) else one for one in leading]
+        state["order"] = [*leading, _short_digest(values["order"][len(leading) :])]
     return state | {"quarantine": [*listed, *known_bad]}
 
 
@@ -138,7 +138,7 @@ def _bytes(state: Mapping[str, Any]) -> int:
     return len(json.dumps({**state, "sources": {}} if "sources" in state else state))
 
 
-def _stand_in(value: Any) -> str:
+def _short_digest(value: Any) -> str:
     """Four characters that replace a value. Two different values have the same four with a probability of 2^-24."""
     digest = blake3.blake3(json.dumps(value, sort_keys=True).encode()).digest(3)
     return base64.urlsafe_b64encode(digest).decode()
@@ -171,7 +171,7 @@ def read(state: Mapping[str, Any]) -> tuple[dict[str, Any], Position]:
     ):
         raise UsageError("this is not the state of a loader", hint="pass what state_dict() returned")
     saved = plain(dict(state))
-    listed, known_bad = _quarantine(saved.get("quarantine", []))
+    listed, known_bad = _parse_quarantine(saved.get("quarantine", []))
     numbers = [saved["epoch"], saved["batch"], *(number for pair in known_bad for number in pair)]
     if not all(isinstance(n, int) and 0 <= n <= MAX_COUNT for n in numbers) or any(len(p) != 2 for p in known_bad):
         raise UsageError("the loader's state has an impossible position", hint="pass what state_dict() returned")
@@ -191,13 +191,13 @@ def resolved(current: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
     """The saved fields. Digests that match values of `current` are replaced by these values."""
     fields = dict(saved)
     for name in {"clip", "order", "buckets"} & set(current) & set(saved):
-        stand_in = _stand_in(current[name])
+        stand_in = _short_digest(current[name])
         if saved[name] in (stand_in, [stand_in]):
             fields[name] = current[name]
     return fields
 
 
-def _quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
+def _parse_quarantine(values: Any) -> tuple[tuple[int, str] | None, list[list[Any]]]:
     """Version and digest of the list that is followed, if any, and the other samples as [source, id]."""
     entries = list(values) if isinstance(values, list) else [values]
     match = _LISTED.fullmatch(entries[0]) if entries and isinstance(entries[0], str) else None

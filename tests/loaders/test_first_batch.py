@@ -119,7 +119,7 @@ print([name for name in sys.argv[2].split() if name in sys.modules])
 """
 _NOT_NEEDED = """
 dateutil duckdb fsspec numpy.ma nvidia.dali nvtx pyarrow.compute pyarrow.fs pyarrow.parquet
-headrace.dataio.cache.engine headrace.dataio.cache.readers.cached headrace.dataio.shards.changes
+headrace.dataio.cache.engine headrace.dataio.cache.readers.cached headrace.dataio.shards.changes headrace.dataio.shards.diff
 headrace.dataio.shards.ingest.report
 headrace.dataio.sidecar.connection headrace.dataio.sidecar.protocol headrace.dataio.sidecar.reader
 headrace.dataio.store.s3 headrace.dataio.store.fsspec headrace.loaders.audio_loader headrace.loaders.decode.subprocess_decoder

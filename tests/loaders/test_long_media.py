@@ -20,7 +20,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.sample import Sample
 from headrace.loaders import AudioLoader, AudioSpec, Clip, Mixture, VideoLoader, Window
 from headrace.loaders import loader as loader_module
-from headrace.loaders.decode import mp4, subprocess_decoder, trim
+from headrace.loaders.decode import mp4_excerpt, subprocess_decoder, trim
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.partial_file import HEAD_CACHE_BYTES, PartialFile
 from headrace.loaders.fetch.sample_reader import SampleReader
@@ -90,10 +90,10 @@ def test_clips_of_excerpts_are_those_of_whole_files_and_read_no_more(
     films: Path, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once: Any = {"evaluate": True, "shuffle": False, "num_threads": 1}  # nothing is read ahead for another epoch
-    before, real, taken = read(), mp4.excerpt, list[bool]()
+    before, real, taken = read(), mp4_excerpt.excerpt, list[bool]()
     in_order = clips(films / "ds", **once)
     plainly = read() - before
-    monkeypatch.setattr(mp4, "FEW", 0)
+    monkeypatch.setattr(mp4_excerpt, "FEW", 0)
     monkeypatch.setattr(trim, "excerpt", lambda *asked: (made := real(*asked), taken.append(made is not None))[0])
     before = read()
     assert alike(clips(films / "ds", **once), in_order)
@@ -123,10 +123,10 @@ def test_clips_are_those_of_plain_decoding(films: Path) -> None:
         loader.close()
 
 
-@pytest.mark.parametrize("few", [0, mp4.FEW])
+@pytest.mark.parametrize("few", [0, mp4_excerpt.FEW])
 @pytest.mark.parametrize("name", ["front-mp4", "back-mp4", "film-mkv"])
 def test_what_a_clip_reads_was_foreseen(films: Path, name: str, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mp4, "FEW", few)
+    monkeypatch.setattr(mp4_excerpt, "FEW", few)
     missed, predicted = list[int](), list[int]()
     fetch_on, prefetch = PartialFile._fetch_on, PartialFile.prefetch
     monkeypatch.setattr(PartialFile, "_fetch_on", lambda self, number: (missed.append(number), fetch_on(self, number)))

@@ -32,8 +32,8 @@ import pyarrow as pa
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.shards.index import arrow as pc
-from headrace.dataio.shards.index import pages
 from headrace.dataio.shards.index.pages import SHORT_DIGEST, digest, short_digest
+from headrace.dataio.shards.index.row_codec import parse_fields
 from headrace.dataio.shards.sample import AudioInfo, Color, Files, KeyFrame, Member, Sample, VideoInfo
 
 BLOCK_BYTES = 64 * limits.KIB
@@ -167,7 +167,7 @@ def from_row(row: Mapping[str, Any], number: int) -> Sample:
         video=None if row["video_codec"] is None else _video(row),
         audio=None if row["audio_codec"] is None else AudioInfo(*(row[name] for name in _AUDIO)),
         text=row["text"],
-        fields=pages.parse_fields(row["fields"], row["key"]),
+        fields=parse_fields(row["fields"], row["key"]),
     )
 
 
@@ -187,7 +187,7 @@ def samples_of(table: Any, numbers: Sequence[int]) -> Iterator[Sample]:
         audio = None if row["audio_codec"] is None else AudioInfo(*(row[name] for name in _AUDIO))
         row_members = tuple(members[start:end])
         yield Sample(
-            number, key, shard, row_members, duration, video, audio, row["text"], pages.parse_fields(row["fields"], key)
+            number, key, shard, row_members, duration, video, audio, row["text"], parse_fields(row["fields"], key)
         )
 
 

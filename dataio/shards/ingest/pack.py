@@ -43,7 +43,7 @@ from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
 from headrace.dataio.shards.ingest.unit_packer import pack_task
 from headrace.dataio.shards.media.messages import TEXT_BYTES, Recipe, check_recipe
-from headrace.dataio.shards.query import conditions as query
+from headrace.dataio.shards.query import views
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.query.part_writer import PartWriter
 from headrace.dataio.shards.units.engine import Engine, RunReport, find_engine, run_units
@@ -446,7 +446,7 @@ def _nothing_to_pack(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) ->
 def _check_new_keys(store: Store, base: versions.VersionDocument, keys: set[str], trust_mounts: bool) -> None:
     """Raise `ConflictError` if version `base` has one of `keys`."""
     mounted, _ = with_mounts(store, base, False, {}, trust_mounts)
-    *_, missing = query.rows_with_keys(OpenIndex(mounted, base), keys)
+    *_, missing = views.rows_with_keys(OpenIndex(mounted, base), keys)
     existing = sorted(keys.difference(missing))
     if existing:
         more = f" and {len(existing) - 1} more of these keys" if len(existing) > 1 else ""

@@ -29,9 +29,17 @@ from av.video.frame import PictureType
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
-from headrace.dataio.shards.media import probe
 from headrace.dataio.shards.media.container import demuxed, lies_before, needs_conversion
 from headrace.dataio.shards.media.messages import Recipe
+from headrace.dataio.shards.media.streams import (
+    check_frame_count,
+    check_video,
+    configure_decoder,
+    open_container,
+    pick_audio,
+    pick_video,
+    zero_offset,
+)
 
 FORMATS = {"mp4": "mp4", "m4v": "mp4", "mov": "mov", "mkv": "matroska", "webm": "webm"}
 """The muxer for each extension that can be written."""
@@ -72,18 +80,18 @@ def encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
 
 def _encode(source: str, target: str, ext: str, recipe: Recipe) -> None:
     with (
-        probe.open_container(f"file:{source}") as container,
+        open_container(f"file:{source}") as container,
         open_output(target, ext, faststart=recipe.faststart) as out,
     ):
-        video, audio = probe.pick_video(container), probe.pick_audio(container)
-        probe.check_video(video)
-        probe.configure_decoder(video)
+        video, audio = pick_video(container), pick_audio(container)
+        check_video(video)
+        configure_decoder(video)
         frames = _FrameSource(video, recipe)
         picture = out.add_stream(
             CODECS[recipe.codec or "h264"], rate=frames.rate, options=_X264_OPTIONS | frames.params
         )
         audio_writer = None if audio is None else _audio_writer(out, audio)
-        zero = probe.zero_offset(f"file:{source}", container, audio)
+        zero = zero_offset(f"file:{source}", container, audio)
         start_time = start_of(container) if needs_conversion(source) else Fraction(0)
         early_audio: list[Any] = []  # audio before the first frame: the header needs the frame's size
         with demuxed(container, *(s for s in (video, audio) if s is not None)) as packets:
@@ -141,7 +149,7 @@ class _FrameSource:
             if frame.is_corrupt:
                 raise CorruptionError(f"a picture is damaged, at time stamp {frame.pts}")
             self.count += 1
-            probe.check_frame_count(self.count)
+            check_frame_count(self.count)
             yield self._prepared(frame, picture)
 
     def _prepared(self, frame: Any, picture: Any) -> Any:

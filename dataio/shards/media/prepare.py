@@ -48,7 +48,7 @@ import numpy as np
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
-from headrace.dataio.shards.media import describe, probe, text_members
+from headrace.dataio.shards.media import describe, text_members
 from headrace.dataio.shards.media.bitstream import is_random_access, length_size
 from headrace.dataio.shards.media.container import (
     CONVERTED_EXTENSIONS,
@@ -68,6 +68,15 @@ from headrace.dataio.shards.media.messages import (
     PrepareTask,
     Recipe,
     Span,
+)
+from headrace.dataio.shards.media.streams import (
+    check_file,
+    check_frame_count,
+    configure_decoder,
+    open_container,
+    pick_audio,
+    pick_video,
+    zero_offset,
 )
 from headrace.dataio.shards.media.text_members import with_fields
 
@@ -173,9 +182,9 @@ def convert(files: MemberFiles, task: PrepareTask) -> list[PreparedFiles]:
 
 def _has_video(path: str) -> bool:
     with open(path, "rb") as file:
-        probe.check_file(file, os.fstat(file.fileno()).st_size)
-    with probe.open_container(f"file:{path}") as container:
-        return probe.pick_video(container) is not None
+        check_file(file, os.fstat(file.fileno()).st_size)
+    with open_container(f"file:{path}") as container:
+        return pick_video(container) is not None
 
 
 def _convert_file(ext: str, path: str, recipe: Recipe, stem: str) -> tuple[str, list[ClipFile]]:
@@ -237,10 +246,10 @@ def remux(source: str, stem: str, ext: str, *, faststart: bool, split: float | N
     """
     is_converted = needs_conversion(source)
     try:
-        with probe.open_container(f"file:{source}") as container:
+        with open_container(f"file:{source}") as container:
             cuts = _find_cuts(container, split, to_zero=is_converted)
-        with probe.open_container(f"file:{source}") as container:
-            zero = probe.zero_offset(f"file:{source}", container, probe.pick_audio(container))
+        with open_container(f"file:{source}") as container:
+            zero = zero_offset(f"file:{source}", container, pick_audio(container))
             clip_files = _StreamCopier(container, cuts=cuts, stem=stem, ext=ext, faststart=faststart, zero=zero).run()
         if is_converted:
             _check_same_pictures(source, clip_files)
@@ -260,7 +269,7 @@ class _Cuts:
 
 
 def _find_cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
-    video = probe.pick_video(container)
+    video = pick_video(container)
     begin = round(start_of(container) / video.time_base) if to_zero else 0
     times, keys, end = list[int](), list[bool](), 0
     codec = video.codec_context.codec.canonical_name
@@ -275,7 +284,7 @@ def _find_cuts(container: Any, split: float | None, *, to_zero: bool) -> _Cuts:
             times.append(packet.pts)
             marked = packet.is_keyframe and not packet.is_discard
             keys.append(marked and is_random_access(codec, memoryview(packet), units))
-            probe.check_frame_count(len(times))
+            check_frame_count(len(times))
             end = max(end, packet.pts + (packet.duration or 0))
     if not times:
         raise CorruptionError("the file has no frames")
@@ -300,9 +309,9 @@ def _check_same_pictures(source: str, clip_files: list[ClipFile]) -> None:
 
 def _decoded_pictures(path: str, start: float) -> Iterator[tuple[float, Any]]:
     """Yield the time and the pixels of each picture."""
-    with probe.open_container(f"file:{path}") as container:
-        video = probe.pick_video(container)
-        probe.configure_decoder(video)
+    with open_container(f"file:{path}") as container:
+        video = pick_video(container)
+        configure_decoder(video)
         for frame in container.decode(video):
             if frame.is_corrupt:
                 raise CorruptionError(f"a picture is damaged, at time stamp {frame.pts}")
@@ -345,7 +354,7 @@ class _StreamCopier:
     def __init__(self, container: Any, *, cuts: _Cuts, stem: str, ext: str, faststart: bool, zero: int) -> None:
         self._zero = zero
         self._container, self._cuts, self._stem, self._ext, self._faststart = container, cuts, stem, ext, faststart
-        self._video, self._audio = probe.pick_video(container), probe.pick_audio(container)
+        self._video, self._audio = pick_video(container), pick_audio(container)
         self._open: dict[int, tuple[Any, dict[int, Any]]] = {}
         self._seconds = [time * self._video.time_base for time in cuts.times]
 

@@ -5,9 +5,7 @@ stream.
 
 Invariants:
 
-* The video stream is the one with the largest area, then the one flagged "default", then the first. Cover pictures do
-  not count. The audio stream is the one flagged "default", then the one with the most channels, then the highest sample
-  rate, then the first.
+* `headrace.dataio.shards.media.streams` opens the file safely and picks the streams.
 * Frames are counted, never taken from a header. If each shown packet is one frame, the shown packets are counted, and
   their pts give the order. Otherwise the whole stream is decoded and its frames are counted. This is necessary for AVI
   (which stores no pts), packed MPEG-4, packets without pts, and a start inside a group of pictures. The first key frame
@@ -25,11 +23,7 @@ Invariants:
   loaders let libav find the packets.
 * At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
   further inside the video. Such a file passes, and the loader that finds the damage quarantines the sample.
-* Only the listed demuxers may open a file (others for a file that will be converted: `container.needs_conversion`). No
-  demuxer may open a second file or an address.
-* No frame of more than `limits.FRAME_PIXELS` is decoded, not even while the file is opened. The values in the container
-  and in the bitstream are not trusted. At most `limits.VIDEO_FRAMES` frames and `limits.AUDIO_VALUES` audio values are
-  counted.
+* At most `limits.VIDEO_FRAMES` frames and `limits.AUDIO_VALUES` audio values are counted.
 
 Failure behaviour: `probe` raises `UnsupportedError` for a file that is not regular, has another format or no streams,
 or exceeds a limit. It raises `CorruptionError` for a file that is empty, truncated, or cannot be demuxed or decoded.
@@ -51,34 +45,31 @@ import av
 import av.error
 import msgspec
 from av.audio.frame import AudioFrame
-from av.stream import Disposition
 from av.video.frame import VideoFrame
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.shards.media.bitstream import is_random_access, is_shown, length_size
 from headrace.dataio.shards.media.container import (
-    CONVERTED_DEMUXERS,
-    DEMUXERS,
-    STORED_STAMPS,
-    check_complete,
     demuxed,
-    first_stamped,
     lies_before,
-    needs_conversion,
 )
 from headrace.dataio.shards.media.images import color_of
+from headrace.dataio.shards.media.streams import (
+    AUDIO_DECODE_OPTIONS,
+    check_file,
+    check_frame_count,
+    check_video,
+    configure_decoder,
+    open_container,
+    pick_audio,
+    pick_video,
+    zero_offset,
+)
 from headrace.dataio.shards.pieces import piece_size
 from headrace.dataio.shards.sample import AudioInfo, AudioMark, KeyFrame, VideoInfo
 
-_CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
-_DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
-AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
-"""With these options, audio decoders raise an error for the damage that they detect.
-
-The FLAC decoder compares checksums.
-"""
 MARK_BYTES, MAX_MARKS = 64 * limits.KIB, 128
 """The least distance between marked audio packets in bytes, and the approximate limit of marks."""
 _MIN_FRAME_RATE = Fraction(1, 1000)
@@ -146,29 +137,6 @@ def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> 
     return _probe_open(f"file:{path}", path.suffix[1:].lower() if ext is None else ext)
 
 
-def check_file(file: Any, size: int) -> Any:
-    """Return the file. If it is empty or truncated, raise `CorruptionError`."""
-    if not size:
-        raise CorruptionError("the file is empty (zero length)")
-    check_complete(file, size)
-    return file
-
-
-def open_container(source: Any, options: dict[str, str] | None = None) -> Any:
-    """Open a PyAV container from a file URL (`file:/path`) or a file. It cannot open other files."""
-    if hasattr(source, "seek"):
-        source.seek(0)
-    demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and needs_conversion(source) else DEMUXERS
-    try:
-        safe = {"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODE_OPTIONS}
-        # titles are not always UTF-8
-        return av.open(source, metadata_errors="replace", options=safe | (options or {}))
-    except av.error.ArgumentError as error:
-        raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
-    except av.error.FFmpegError as error:
-        raise CorruptionError(f"not a readable media file: {error.strerror}") from error
-
-
 def _probe_open(source: Any, ext: str) -> Probe:
     with open_container(source) as container:
         video, audio = pick_video(container), pick_audio(container)
@@ -183,22 +151,6 @@ def _probe_open(source: Any, ext: str) -> Probe:
         video_info = None if video is None else _video_info(source, ext, container, video, packets, first_frame)
         audio_info = None if audio is None else audio_counter.info(ext, audio)
         return _result(container, video_info, audio_info, audio_counter, sum(p.unclean for p in packets))
-
-
-def check_video(stream: Any) -> None:
-    """Raise `UnsupportedError` if the video is above a limit."""
-    context = stream.codec_context
-    if context.width * context.height > limits.FRAME_PIXELS:
-        raise UnsupportedError(
-            f"its frames of {context.width}x{context.height} have more than {limits.FRAME_PIXELS} pixels"
-        )
-    check_frame_count(stream.frames)
-
-
-def check_frame_count(count: int) -> None:
-    """Raise `UnsupportedError` if a video has more frames than `limits.VIDEO_FRAMES`."""
-    if count > limits.VIDEO_FRAMES:
-        raise UnsupportedError(f"it has more than {limits.VIDEO_FRAMES} frames; split it")
 
 
 def _result(
@@ -227,39 +179,6 @@ def _result(
     else:
         raise CorruptionError("the file has no frames")
     return Probe(container.format.name, seconds, video, audio, tuple(notes))
-
-
-def pick_video(container: Any) -> Any:
-    """Return the video stream that loaders decode, or None."""
-
-    def rank(stream: Any) -> tuple[int, bool, int]:
-        area = stream.codec_context.width * stream.codec_context.height
-        return area, bool(stream.disposition & Disposition.default), -stream.index
-
-    usable = [s for s in container.streams.video if s.codec_context and not s.disposition & Disposition.attached_pic]
-    return max(usable, key=rank, default=None)
-
-
-def pick_audio(container: Any) -> Any:
-    """Return the audio stream that loaders decode, or None."""
-
-    def rank(stream: Any) -> tuple[bool, int, int, int]:
-        context = stream.codec_context
-        return bool(stream.disposition & Disposition.default), context.channels, context.sample_rate, -stream.index
-
-    return max((s for s in container.streams.audio if s.codec_context), key=rank, default=None)
-
-
-def zero_offset(source: Any, container: Any, audio: Any) -> int:
-    """Return the offset of the first audio packet that does not begin before time zero.
-
-    `container` is the opened `source`. In containers other than Matroska, no packet is left out, and this is 0.
-    """
-    if audio is None or "matroska" not in container.format.name:
-        return 0
-    reopened = source if isinstance(source, str) else io.BytesIO(source.getvalue())
-    with open_container(reopened, STORED_STAMPS) as stored:
-        return first_stamped(stored, stored.streams[audio.index])
 
 
 class _AudioCounter:
@@ -363,12 +282,6 @@ def _demux(container: Any, video: Any, audio: Any, zero: int) -> tuple[list[_Pac
 def _is_jpeg(data: memoryview) -> bool:
     """Return whether the data have the first and the last marker of a JPEG. A few bytes of padding may follow."""
     return bytes(data[:2]) == b"\xff\xd8" and b"\xff\xd9" in bytes(data[-16:])
-
-
-def configure_decoder(stream: Any) -> None:
-    """Let the stream's decoder use one thread, and decode no frame above the limit."""
-    stream.codec_context.thread_count = 1  # the pool already has a process per core
-    stream.codec_context.options = _DECODE_OPTIONS
 
 
 def _decode(packet: Any) -> Iterator[VideoFrame]:

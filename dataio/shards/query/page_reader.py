@@ -24,7 +24,8 @@ import numpy.typing as npt
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, RangeError
-from headrace.dataio.shards.index.pages import Directory, RowDecoder, Section
+from headrace.dataio.shards.index.pages import Directory, Section
+from headrace.dataio.shards.index.row_codec import RowDecoder
 from headrace.dataio.shards.sample import Files, Sample
 from headrace.dataio.shards.versions.documents import IndexPart
 from headrace.dataio.store.base import Store

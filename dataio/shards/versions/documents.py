@@ -289,14 +289,14 @@ def encode_version(store: Store, document: VersionDocument) -> bytes:
         data = _sealed(document)
         if len(data) <= WHOLE_BYTES:
             return data
-    shards, parts = _paged(store, document.shards, Shard), _paged(store, document.index, IndexPart)
+    shards, parts = _as_paged_list(store, document.shards, Shard), _as_paged_list(store, document.index, IndexPart)
     common = {name: getattr(document, name) for name in _COMMON} | {"format": PAGED_FORMAT}
     shard_pages = shards.stored(store, paging.PAGE_SHARDS, "shards")
     part_pages = parts.stored(store, paging.PAGE_PARTS, "parts")
     return encode(_PagedDocument(**common, summary=document.summary(), shard_pages=shard_pages, part_pages=part_pages))
 
 
-def _paged(store: Store, entries: Sequence[T], kind: type[T]) -> PagedList[T]:
+def _as_paged_list(store: Store, entries: Sequence[T], kind: type[T]) -> PagedList[T]:
     if isinstance(entries, PagedList):
         return entries
     return PagedList(store, (), kind=kind, check=lambda *_: None, cached=1, tail=tuple(entries))

@@ -76,7 +76,7 @@ def with_mounts(
     """Open the mounts of `document`, and return a store that includes them and whether the caller must close it.
 
     If there is no mount to add, return `store` itself and `owned`. Closing the returned store also closes `store` if
-    `owned` is True. `named` lists the mounts that the caller named.
+    `owned` is True. `named_mounts` lists the mounts that the caller named.
     """
     mounted = store.mounted if isinstance(store, Mounts) else {}
     missing = [mount for mount in document.mounts if mount.name not in mounted]

@@ -7,8 +7,8 @@ Invariants:
   warm up the decoder.
 - Time stamps of the excerpt are smaller than the recording's by `shift`.
 - Before an excerpt is used, the packets in the file are compared with those that the index marked (`marks_around`).
-- The search (`last_mark_before`) returns a position at or before the requested sample. The number of reads hardly depends on the
-  file's length.
+- The search (`last_mark_before`) returns a position at or before the requested sample. The number of reads hardly
+  depends on the file's length.
 
 Failure behaviour: for a file with an unusual structure, a module returns None, and libav then reads the file itself.
 The search falls back to its lower bound. `OSError` if there is no memory for a `memfd`.
@@ -34,8 +34,8 @@ class Excerpt(msgspec.Struct, frozen=True):
     """A file made of `parts` in order.
 
     `demuxer` is the libav demuxer that reads it, and may include options. `shift` and `audio_end` are seconds on the
-    recording's time line. If `audio_end` is known, there is no audio after it. `from_start` means that the excerpt starts at the
-    recording's beginning, so there is silence before time zero.
+    recording's time line. If `audio_end` is known, there is no audio after it. `from_start` means that the excerpt
+    starts at the recording's beginning, so there is silence before time zero.
     """
 
     parts: Sequence[Bytes]

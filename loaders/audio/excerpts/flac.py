@@ -54,7 +54,7 @@ class _Header(msgspec.Struct, frozen=True):
 
     info: bytes
     end: int
-    first: bytes
+    first_bytes: bytes
     block: int
     samples: int
 
@@ -127,13 +127,13 @@ def _header(data: Media) -> _Header | None:
     else:
         return None
     first_bytes = bytes(data[at : at + _ALIKE])
-    least, most, samples = info[0:2], info[2:4], int.from_bytes(info[13:18], "big") & (1 << 36) - 1
+    smallest, largest, samples = info[0:2], info[2:4], int.from_bytes(info[13:18], "big") & (1 << 36) - 1
     # with a variable block size, frames are numbered by samples
-    if len(info) < _STREAMINFO or not samples or least != most or not any(most):
+    if len(info) < _STREAMINFO or not samples or smallest != largest or not any(largest):
         return None
     if len(first_bytes) < _ALIKE or not first_bytes.startswith(_SYNC):
         return None
-    return _Header(info, end=at, first=first_bytes, block=int.from_bytes(least, "big"), samples=samples)
+    return _Header(info, end=at, first_bytes=first_bytes, block=int.from_bytes(smallest, "big"), samples=samples)
 
 
 class _FrameSearch:
@@ -177,7 +177,11 @@ def _frame_number(head: bytes, header: _Header) -> int | None:
 
     A frame must match the first frame, except for the number of samples in the last frame.
     """
-    if len(head) < _MOST_OF_FRAME_HEADER or (head[2] ^ header.first[2]) & 0xF or (head[3] ^ header.first[3]) & 0xF:
+    if (
+        len(head) < _MOST_OF_FRAME_HEADER
+        or (head[2] ^ header.first_bytes[2]) & 0xF
+        or (head[3] ^ header.first_bytes[3]) & 0xF
+    ):
         return None
     if head[2] < 0x10 or head[3] >= 0xB0:
         return None
@@ -191,7 +195,11 @@ def _frame_number(head: bytes, header: _Header) -> int | None:
         number = number << 6 | byte & 0x3F
     end = 5 + extra + {6: 1, 7: 2}.get(head[2] >> 4, 0) + {12: 1, 13: 2, 14: 2}.get(head[2] & 0xF, 0)
     last_number = (header.samples - 1) // header.block
-    if number > last_number or (number < last_number and head[2] != header.first[2]) or _crc8(head[:end]) != head[end]:
+    if (
+        number > last_number
+        or (number < last_number and head[2] != header.first_bytes[2])
+        or _crc8(head[:end]) != head[end]
+    ):
         return None
     return number
 

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
-from headrace.dataio.shards.index import pages
+from headrace.dataio.shards.index import row_codec
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import AudioInfo, Sample
 from headrace.loaders import AudioSpec
@@ -36,7 +36,7 @@ def indexed(data: bytes, ext: str) -> AudioInfo:
     """What an index says of the file, after it was written and read."""
     found = probe(data, ext=ext).audio
     assert found is not None
-    sample: Sample = rows().sample(msgspec.Raw(pages.encode_row(replace(GOOD, audio=found))), 0, 0)
+    sample: Sample = rows().sample(msgspec.Raw(row_codec.encode_row(replace(GOOD, audio=found))), 0, 0)
     assert sample.audio == found
     return found
 

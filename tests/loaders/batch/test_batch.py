@@ -243,4 +243,4 @@ def test_all_that_goes_into_a_batch_is_held_until_the_trainers_stream_has_read_i
     batch = JoinedBatch(files, layout=SampleLayout(("bytes",)), output=CPU, buffers=BufferPool(CPU.device))
     for slot, (ref, length) in enumerate(zip(refs(0, 1), (3, 5), strict=True)):
         batch.put(slot, ProcessedSample(ref.sample, {"bytes": torch.zeros(length, dtype=torch.uint8)}))
-    assert sorted(len(tensor) for tensor in batch._written()) == [5, 6]
+    assert sorted(len(tensor) for tensor in batch._all_tensors()) == [5, 6]

@@ -20,10 +20,10 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
-from headrace.loaders.decode import mp4 as excerpts
+from headrace.loaders.decode import mp4_excerpt as excerpts
 from headrace.loaders.decode import trim
 from headrace.loaders.decode.base import Decoded, Request
-from headrace.loaders.decode.mp4 import excerpt
+from headrace.loaders.decode.mp4_excerpt import excerpt
 from headrace.loaders.decode.pyav import PyAVDecoder
 from headrace.loaders.decode.trim import open_window
 from tests.support import reference_decoder, video_corpus

@@ -20,7 +20,7 @@ import pytest
 
 from headrace.dataio.core.errors import UnsupportedError
 from headrace.loaders.clip import Clip, choose
-from headrace.loaders.decode import mp4
+from headrace.loaders.decode import mp4_excerpt
 from headrace.loaders.decode.base import Decoded
 from tests.support import video_corpus
 from tests.support.reference_video import ReferenceVideo
@@ -131,14 +131,14 @@ def check(film: ReferenceVideo) -> None:
 
 @pytest.mark.parametrize("kind", QUICK, ids=lambda kind: " ".join(map(str, kind)))
 def test_a_film_is_what_plain_decoding_gives(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mp4, "FEW", 0)
+    monkeypatch.setattr(mp4_excerpt, "FEW", 0)
     check(film(*kind))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", list(all_kinds()), ids=lambda kind: " ".join(map(str, kind)))
 def test_every_film_is_what_plain_decoding_gives(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mp4, "FEW", 0)
+    monkeypatch.setattr(mp4_excerpt, "FEW", 0)
     check(film(*kind))
 
 
@@ -172,5 +172,5 @@ def test_films_of_ffmpeg_are_what_plain_decoding_gives(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     if done.returncode:
         pytest.skip(f"cannot be made here: {done.stderr[-200:]}")
-    monkeypatch.setattr(mp4, "FEW", 0)
+    monkeypatch.setattr(mp4_excerpt, "FEW", 0)
     check(ReferenceVideo(path.read_bytes(), path.suffix[1:]))

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError
-from headrace.dataio.shards.index import pages
+from headrace.dataio.shards.index import pages, row_codec
 from headrace.dataio.shards.index.pages import short_digest
 from headrace.dataio.shards.pieces import piece_size
 from headrace.dataio.shards.sample import AudioInfo, AudioMark, Files, KeyFrame, Member, Pieces, Sample
@@ -41,8 +41,8 @@ def opened(
     return found, page
 
 
-def rows(sizes: dict[str, int] | None = None, prefix: str = "") -> pages.RowDecoder:
-    return pages.RowDecoder(NAME, sizes or {SHARD: SIZE}, prefix=prefix, unprefixed=PREFIX)
+def rows(sizes: dict[str, int] | None = None, prefix: str = "") -> row_codec.RowDecoder:
+    return row_codec.RowDecoder(NAME, sizes or {SHARD: SIZE}, prefix=prefix, unprefixed=PREFIX)
 
 
 def all_of(written: list[Sample]) -> list[Sample]:
@@ -57,7 +57,7 @@ def test_samples_come_back_as_they_were_written(written: list[Sample]) -> None:
     assert pages.write(written) == pages.write(iter(written))
     for one in written:
         plain = pages.without_page_fields(one)
-        assert rows().files(msgspec.Raw(pages.encode_row(one)), 0) == Files(one.shard, list(plain.members))
+        assert rows().files(msgspec.Raw(row_codec.encode_row(one)), 0) == Files(one.shard, list(plain.members))
 
 
 @given(st.lists(st.integers(1, 200_000), min_size=1, max_size=300))
@@ -79,8 +79,8 @@ def test_every_row_is_found_in_a_page_that_is_neither_long_nor_large(lengths: li
 def test_a_shard_of_another_dataset_gets_its_prefix_unless_it_is_mounted_itself() -> None:
     own, mounted = sample(0, "shards/a.tar", 0), sample(0, "mounts/m2/b.tar", 0)
     made = rows({"mounts/m1/shards/a.tar": SIZE, "mounts/m2/b.tar": SIZE}, "mounts/m1/")
-    assert made.sample(msgspec.Raw(pages.encode_row(own)), 0, 0) == replace(own, shard="mounts/m1/shards/a.tar")
-    assert made.files(msgspec.Raw(pages.encode_row(mounted)), 0).shard == "mounts/m2/b.tar"
+    assert made.sample(msgspec.Raw(row_codec.encode_row(own)), 0, 0) == replace(own, shard="mounts/m1/shards/a.tar")
+    assert made.files(msgspec.Raw(row_codec.encode_row(mounted)), 0).shard == "mounts/m2/b.tar"
 
 
 GOOD = sample(1, SHARD, 1, audio=AudioInfo("wav", 0, "pcm_s16le", 16000, 1, 16000))
@@ -148,7 +148,7 @@ def test_a_row_names_the_member_of_its_pieces_and_the_position_of_every_key_fram
         (lambda row: row[-1][0].__setitem__(0, 1), "pieces belong to no member"),
         (lambda row: row[4][-1].append(7), "key_frames has another number of positions"),
     ):
-        stored = msgspec.msgpack.decode(pages.encode_row(LONG))
+        stored = msgspec.msgpack.decode(row_codec.encode_row(LONG))
         assert rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 7, LONG.id) == LONG
         change(stored)
         with pytest.raises(CorruptionError, match=f"index/x: row 7: .*{words}"):
@@ -165,46 +165,50 @@ OLD = bytes.fromhex(
 
 
 def test_rows_without_pieces_are_as_they_were_before_there_were_any() -> None:
-    assert pages.encode_row(GOOD) == OLD
+    assert row_codec.encode_row(GOOD) == OLD
     assert rows().sample(msgspec.Raw(OLD), 0, GOOD.id) == GOOD
     assert rows().files(msgspec.Raw(OLD), 0).members == list(GOOD.members)
 
 
-class OldRow(pages._Files, array_like=True):
+class OldRow(row_codec._Files, array_like=True):
     """A row as Headrace read it before there were pieces."""
 
     key: str
     duration: float
-    video: pages._Video | None
-    audio: pages._Audio | None
+    video: row_codec._Video | None
+    audio: row_codec._Audio | None
     text: str | None
     fields: str | None
 
 
 def test_an_older_headrace_reads_rows_with_pieces_and_places_as_if_they_had_none() -> None:
-    read = msgspec.msgpack.decode(pages.encode_row(LONG), type=OldRow)
-    assert msgspec.msgpack.encode(read) == pages.encode_row(pages.without_page_fields(LONG)) != pages.encode_row(LONG)
+    read = msgspec.msgpack.decode(row_codec.encode_row(LONG), type=OldRow)
+    assert (
+        msgspec.msgpack.encode(read)
+        == row_codec.encode_row(pages.without_page_fields(LONG))
+        != row_codec.encode_row(LONG)
+    )
 
 
-class OldLongRow(pages._Files, array_like=True):
+class OldLongRow(row_codec._Files, array_like=True):
     """A row with pieces as Headrace read it before there were marks."""
 
     key: str
     duration: float
-    video: pages._VideoWithPositions | None
-    audio: pages._Audio | None
+    video: row_codec._VideoWithPositions | None
+    audio: row_codec._Audio | None
     text: str | None
     fields: str | None
-    pieces: list[pages._Pieces] | None = None
+    pieces: list[row_codec._Pieces] | None = None
 
 
 def test_an_older_headrace_reads_rows_with_marks_as_if_they_had_none() -> None:
     (member,) = LONG.members
     assert member.pieces is not None
     marked = replace(LONG, members=(replace(member, pieces=replace(member.pieces, marks=((3, 0), (70, 1152)))),))
-    read = msgspec.msgpack.decode(pages.encode_row(marked), type=OldLongRow)
-    assert msgspec.msgpack.encode(read) == pages.encode_row(LONG) != pages.encode_row(marked)
-    assert rows().sample(msgspec.Raw(pages.encode_row(marked)), 0, LONG.id) == marked
+    read = msgspec.msgpack.decode(row_codec.encode_row(marked), type=OldLongRow)
+    assert msgspec.msgpack.encode(read) == row_codec.encode_row(LONG) != row_codec.encode_row(marked)
+    assert rows().sample(msgspec.Raw(row_codec.encode_row(marked)), 0, LONG.id) == marked
 
 
 def test_an_older_headrace_reads_rows_that_say_where_sound_begins_as_if_they_did_not() -> None:
@@ -212,13 +216,13 @@ def test_an_older_headrace_reads_rows_that_say_where_sound_begins_as_if_they_did
         "ogg", 0, "opus", 48_000, 2, 999, Fraction(1, 48_000), -312, (AudioMark(99, -312), AudioMark(7000, 648))
     )
     with_start = replace(GOOD, audio=sound)
-    read = msgspec.msgpack.decode(pages.encode_row(with_start), type=OldRow)
+    read = msgspec.msgpack.decode(row_codec.encode_row(with_start), type=OldRow)
     assert (
         msgspec.msgpack.encode(read)
-        == pages.encode_row(pages.without_page_fields(with_start))
-        != pages.encode_row(with_start)
+        == row_codec.encode_row(pages.without_page_fields(with_start))
+        != row_codec.encode_row(with_start)
     )
-    assert rows().sample(msgspec.Raw(pages.encode_row(with_start)), 0, GOOD.id) == with_start
+    assert rows().sample(msgspec.Raw(row_codec.encode_row(with_start)), 0, GOOD.id) == with_start
 
 
 @pytest.mark.parametrize("length", [limits.MIB, 128 * limits.MIB, 4 * limits.GIB])
@@ -229,18 +233,20 @@ def test_pieces_and_places_take_less_than_a_ten_thousandth_of_a_long_files_bytes
     assert size is not None
     member = Member("mp4", 512, length, 1, Pieces(size, b"8bytes__" * -(-length // size), ((0, 2),)))
     film = replace(GOOD, members=(member,), video=replace(VIDEO, frames=2**30, key_frames=keys))
-    assert len(pages.encode_row(film)) - len(pages.encode_row(pages.without_page_fields(film))) < length / 10_000
+    assert (
+        len(row_codec.encode_row(film)) - len(row_codec.encode_row(pages.without_page_fields(film))) < length / 10_000
+    )
 
 
 @pytest.mark.parametrize("fields", ["{", "[1]", '{"a": NaN}', '{"a":' * 100_000])
 def test_fields_that_are_no_json_object_are_refused(fields: str) -> None:
-    stored = msgspec.msgpack.decode(pages.encode_row(GOOD))
+    stored = msgspec.msgpack.decode(row_codec.encode_row(GOOD))
     stored[-1] = fields
     with pytest.raises(CorruptionError, match=f"sample '{GOOD.key}'"):
         rows().sample(msgspec.Raw(msgspec.msgpack.encode(stored)), 0, 0)
 
 
-NOT_UTF8 = pages.encode_row(GOOD).replace(GOOD.key.encode(), b"\xff" * len(GOOD.key.encode()))
+NOT_UTF8 = row_codec.encode_row(GOOD).replace(GOOD.key.encode(), b"\xff" * len(GOOD.key.encode()))
 
 
 def test_a_row_whose_text_is_not_utf8_is_refused() -> None:
@@ -270,7 +276,7 @@ def packed(data: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(data)
 
 
-ROW = pages.encode_row(GOOD)
+ROW = row_codec.encode_row(GOOD)
 PAGE = b"\x91" + ROW
 UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(PAGE)
 PAGES = {

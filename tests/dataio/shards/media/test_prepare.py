@@ -15,7 +15,8 @@ from headrace.dataio import Dataset, Recipe, pack
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.shards.media import text_members
 from headrace.dataio.shards.media.messages import check_recipe
-from headrace.dataio.shards.media.probe import Probe, pick_audio, pick_video, probe
+from headrace.dataio.shards.media.probe import Probe, probe
+from headrace.dataio.shards.media.streams import pick_audio, pick_video
 from tests.support import video_corpus
 from tests.support.written_media import MakeClip, MakeWav
 

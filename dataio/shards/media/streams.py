@@ -1,0 +1,120 @@
+"""Opens media containers, and picks the streams that loaders decode.
+
+Invariants:
+* Only the listed demuxers may open a file (others for a file that will be converted: `container.needs_conversion`). No
+  demuxer may open a second file or an address.
+* The video stream is the one with the largest area, then the one flagged "default", then the first. Cover pictures do
+  not count. The audio stream is the one flagged "default", then the one with the most channels, then the highest sample
+  rate, then the first.
+* No frame of more than `limits.FRAME_PIXELS` is decoded, not even while the file is opened. The values in the container
+  and in the bitstream are not trusted.
+
+Failure behaviour: `UnsupportedError` for another format, or a video above a limit. `CorruptionError` for a file that is
+empty, truncated, or cannot be opened.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import av
+import av.error
+from av.stream import Disposition
+
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.shards.media.container import (
+    CONVERTED_DEMUXERS,
+    DEMUXERS,
+    STORED_STAMPS,
+    check_complete,
+    first_stamped,
+    needs_conversion,
+)
+
+_CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
+_DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
+AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
+"""With these options, audio decoders raise an error for the damage that they detect.
+
+The FLAC decoder compares checksums.
+"""
+
+
+def check_file(file: Any, size: int) -> Any:
+    """Return the file. If it is empty or truncated, raise `CorruptionError`."""
+    if not size:
+        raise CorruptionError("the file is empty (zero length)")
+    check_complete(file, size)
+    return file
+
+
+def open_container(source: Any, options: dict[str, str] | None = None) -> Any:
+    """Open a PyAV container from a file URL (`file:/path`) or a file. It cannot open other files."""
+    if hasattr(source, "seek"):
+        source.seek(0)
+    demuxers = CONVERTED_DEMUXERS if isinstance(source, str) and needs_conversion(source) else DEMUXERS
+    try:
+        safe = {"format_whitelist": demuxers, "protocol_whitelist": "file", **_DECODE_OPTIONS}
+        # titles are not always UTF-8
+        return av.open(source, metadata_errors="replace", options=safe | (options or {}))
+    except av.error.ArgumentError as error:
+        raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
+    except av.error.FFmpegError as error:
+        raise CorruptionError(f"not a readable media file: {error.strerror}") from error
+
+
+def check_video(stream: Any) -> None:
+    """Raise `UnsupportedError` if the video is above a limit."""
+    context = stream.codec_context
+    if context.width * context.height > limits.FRAME_PIXELS:
+        raise UnsupportedError(
+            f"its frames of {context.width}x{context.height} have more than {limits.FRAME_PIXELS} pixels"
+        )
+    check_frame_count(stream.frames)
+
+
+def check_frame_count(count: int) -> None:
+    """Raise `UnsupportedError` if a video has more frames than `limits.VIDEO_FRAMES`."""
+    if count > limits.VIDEO_FRAMES:
+        raise UnsupportedError(f"it has more than {limits.VIDEO_FRAMES} frames; split it")
+
+
+def pick_video(container: Any) -> Any:
+    """Return the video stream that loaders decode, or None."""
+
+    def rank(stream: Any) -> tuple[int, bool, int]:
+        area = stream.codec_context.width * stream.codec_context.height
+        return area, bool(stream.disposition & Disposition.default), -stream.index
+
+    usable = [s for s in container.streams.video if s.codec_context and not s.disposition & Disposition.attached_pic]
+    return max(usable, key=rank, default=None)
+
+
+def pick_audio(container: Any) -> Any:
+    """Return the audio stream that loaders decode, or None."""
+
+    def rank(stream: Any) -> tuple[bool, int, int, int]:
+        context = stream.codec_context
+        return bool(stream.disposition & Disposition.default), context.channels, context.sample_rate, -stream.index
+
+    return max((s for s in container.streams.audio if s.codec_context), key=rank, default=None)
+
+
+def zero_offset(source: Any, container: Any, audio: Any) -> int:
+    """Return the offset of the first audio packet that does not begin before time zero.
+
+    `container` is the opened `source`. In containers other than Matroska, no packet is left out, and this is 0.
+    """
+    if audio is None or "matroska" not in container.format.name:
+        return 0
+    reopened = source if isinstance(source, str) else io.BytesIO(source.getvalue())
+    with open_container(reopened, STORED_STAMPS) as stored:
+        return first_stamped(stored, stored.streams[audio.index])
+
+
+def configure_decoder(stream: Any) -> None:
+    """Let the stream's decoder use one thread, and decode no frame above the limit."""
+    stream.codec_context.thread_count = 1  # the pool already has a process per core
+    stream.codec_context.options = _DECODE_OPTIONS
