@@ -16,11 +16,11 @@ Invariants:
 * The arrays depend only on `Work`. They are the same if a process computes them alone, in its own memory.
 * The kernel releases the locks of a process that dies. The other processes then compute its piece.
 * Every piece and array is checked against its digest when it is opened. Damaged ones are computed again.
-* Files in use may be removed, because a mapped file exists until its last user ends.
+* Files in use may be removed, because a mapped file of a local file system exists until its last user ends.
 
-Failure behaviour: errors of `Work.piece` are raised. If the folder cannot be used (full, without locks, not private), or
-another process holds a piece for `WAIT_SECONDS` without progress, the process logs one warning and computes the arrays
-alone.
+Failure behaviour: errors of `Work.piece` are raised. If the folder cannot be used (full, without locks, not private, not
+on a local file system), or another process holds a piece for `WAIT_SECONDS` without progress, the process logs one
+warning and computes the arrays alone. If the disk is full, it first removes the folder of the work.
 
 Limits: `MAX_BYTES` in `MAX_WORKS` folders. The folders that were not used for the longest time are removed first, and
 those that were not used for `MAX_AGE_SECONDS`.
@@ -29,6 +29,7 @@ those that were not used for `MAX_AGE_SECONDS`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import secrets
@@ -47,7 +48,7 @@ import numpy.typing as npt
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
-from headrace.dataio.core.files import file_lock, private_directory, write_atomically
+from headrace.dataio.core.files import file_lock, is_local, private_directory, write_atomically
 from headrace.dataio.core.json import parse_json, seal, unseal
 from headrace.dataio.core.log import get_logger, warn_once
 
@@ -98,9 +99,13 @@ def compute(work: Work) -> Arrays:
     """Return the arrays of `work`, by name. Shared arrays are read-only."""
     if work.samples < SHARED_SAMPLES:
         return _compute_alone(work)
+    folder: Path | None = None
     try:
-        return _compute_together(_folder_of(work.key), work)
-    except (OSError, AccessDeniedError) as error:
+        folder = _folder_of(work.key)
+        return _compute_together(folder, work)
+    except OSError as error:
+        if folder is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            shutil.rmtree(folder, ignore_errors=True)  # so the disk does not stay full
         warn_once(_log, f"the processes of this machine do not share what they read of the index: {error}")
         return _compute_alone(work)
 
@@ -148,7 +153,8 @@ def _compute_together(folder: Path, work: Work) -> Arrays:
                 arrays = _open_arrays(folder)
     if arrays is None:
         raise FileNotFoundError(f"{folder} was removed while its arrays were written")
-    os.utime(folder)
+    with contextlib.suppress(OSError):  # the folder was removed; the mapped arrays exist
+        os.utime(folder)
     return arrays
 
 
@@ -171,13 +177,14 @@ def _has_piece(folder: Path, work: Work, number: int) -> bool:
     path = folder / f"{number}.piece"
     if path.exists():
         return True
-    try:
-        with file_lock(folder / f"{number}.lock", 0, 0):
-            if not path.exists() and not (folder / _DONE).exists():
-                with write_atomically(path) as file:
-                    file.write(_encoded(work.piece(number)))
-    except TimeoutError:
-        return False
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(file_lock(folder / f"{number}.lock", 0, 0))
+        except TimeoutError:
+            return False
+        if not path.exists() and not (folder / _DONE).exists():
+            with write_atomically(path) as file:
+                file.write(_encoded(work.piece(number)))
     return True
 
 
@@ -245,7 +252,9 @@ def _open_arrays(folder: Path) -> Arrays | None:
         return {name: _mapped(folder, **entry) for name, entry in entries.items()}
     except (CorruptionError, ValueError, FileNotFoundError) as error:
         _log.warning("shared arrays are damaged and will be computed again: %s", error)
-        (folder / _DONE).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if (folder / _DONE).read_bytes() == data:  # otherwise another process has computed them again
+                (folder / _DONE).unlink()
         return None
 
 
@@ -268,8 +277,13 @@ def _folder_of(key: Sequence[str]) -> Path:
     from importlib.metadata import version  # slow to import, and small datasets do not need it
 
     described = "\n".join([_FORMAT, version("headrace"), *key])
-    user = private_directory(Path(tempfile.gettempdir(), f"headrace-{os.geteuid()}"))
-    parent = private_directory(user / "arrays")
+    try:
+        user = private_directory(Path(tempfile.gettempdir(), f"headrace-{os.geteuid()}"))
+        parent = private_directory(user / "arrays")
+    except AccessDeniedError as error:
+        raise PermissionError(str(error)) from error  # so `compute` does not catch errors of the store
+    if not is_local(parent):
+        raise OSError(f"{parent} is not on a local file system, where a file that is in use may be removed")
     folder = parent / blake3.blake3(described.encode()).hexdigest()[:32]
     if not folder.exists():
         _make_room(parent)
@@ -280,12 +294,18 @@ def _folder_of(key: Sequence[str]) -> Path:
 def _make_room(parent: Path) -> None:
     """Remove the folders that were not used for the longest time, as far as the limits require."""
     total = 0
-    for kept, (used, folder) in enumerate(sorted(_folders(parent), reverse=True)):
-        total += sum(path.stat().st_size for path in folder.iterdir())
+    for kept, (used, folder, size) in enumerate(sorted(_folders(parent), reverse=True)):
+        total += size
         if total > MAX_BYTES or kept >= MAX_WORKS - 1 or used < time.time() - MAX_AGE_SECONDS:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _folders(parent: Path) -> Iterator[tuple[float, Path]]:
+def _folders(parent: Path) -> Iterator[tuple[float, Path, int]]:
+    """When each folder was used, and its bytes. Other processes may add and remove files and folders meanwhile."""
     for folder in parent.iterdir():
-        yield folder.stat().st_mtime, folder
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            used, size = folder.stat().st_mtime, 0
+            for path in folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    size += path.stat().st_size
+            yield used, folder, size

@@ -24,6 +24,7 @@ from headrace.loaders.sampling.columns import (
     samples_with,
     small_numbers,
 )
+from headrace.loaders.sampling.sample_ids import AllIds, BucketNumbers, ListedIds, bucket_ends
 from tests.support import indexed_datasets
 
 SAMPLES = 400
@@ -101,6 +102,50 @@ def test_views_and_versions_do_not_share(dataset: Dataset, monkeypatch: pytest.M
     for condition in ("number % 3 != 1", "number % 3 != 2"):
         view = dataset.where(condition)
         assert everything(view) == expected(view)
+
+
+def test_arrays_of_another_version_ids_columns_or_function_are_not_used(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All results have as many samples, and differ in what determines them."""
+    monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
+    indexed_datasets.make(open_store(tmp_path / "again"), range(7, 7 + SAMPLES))
+    even, odd = (ListedIds(np.arange(first, SAMPLES, 2, dtype=np.uint32)) for first in (0, 1))
+    with Dataset(tmp_path / "again") as other:
+        for one, ids in ((dataset, even), (dataset, odd), (other, even), (dataset, AllIds(SAMPLES))):
+            durations = column(one, "duration", ids)
+            for factor in (1, 3):
+                assert small_numbers(one, ["duration"], ids, Scaled(factor)).tolist() == (durations * factor).tolist()
+        videos = samples_with(dataset, "video_ext", "video")
+        for name in ("height", "width", "frames"):
+            expected = (column(dataset, name, videos) * 3).tolist()
+            assert small_numbers(dataset, [name], videos, Scaled(3)).tolist() == expected
+        heights = [bucket_numbers(dataset, ["height"], videos, InThree(), buckets) for buckets in (3, 4)]
+        assert [len(chosen.ends) for chosen in heights] == [3, 4]
+
+
+def test_ids_of_another_column_or_condition_are_not_used(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
+    samples = list(dataset)
+    texts = sorted({one.text for one in samples if one.text})
+    for left_out in ((), texts[:5], texts[5:9]):
+        ids = samples_with(dataset, "text", "text", without=left_out)
+        kept = [one.id for one in samples if one.text and one.text not in left_out]
+        assert ids.take(np.arange(len(ids))).tolist() == kept
+    sounds = samples_with(dataset, "audio_ext", "sound")
+    assert sounds.take(np.arange(len(sounds))).tolist() == [one.id for one in samples if one.audio]
+
+
+def test_counts_of_other_samples_are_not_used(monkeypatch: pytest.MonkeyPatch, dataset: Dataset) -> None:
+    monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
+    random = np.random.default_rng(1)
+    for kind in (np.uint8, np.uint16):
+        for _ in range(2):
+            counts, numbers = random.integers(1, 9, 1200).astype(kind), random.integers(0, 3, 1200).astype(np.uint8)
+            for given, buckets in ((counts, 3), (counts[::-1], 3), (counts, 4)):
+                found = counts_by_bucket(given, BucketNumbers(numbers, bucket_ends(numbers, buckets)))
+                assert [part.tolist() for part in found] == [given[numbers == n].tolist() for n in range(buckets)]
+                assert {part.dtype for part in found} == {np.dtype(kind)}
 
 
 def test_a_second_process_reads_no_column(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import time
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 
 from headrace.dataio.core import files
+from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
 from headrace.loaders.sampling import shared_arrays
 from headrace.loaders.sampling.shared_arrays import Arrays, NewArray, Work, compute
 
@@ -224,6 +227,42 @@ def test_an_error_of_a_piece_is_raised(tmp_path: Path) -> None:
     check(compute(work(tmp_path / "calls", key="fails")))
 
 
+@pytest.mark.parametrize("error", [TimeoutError("the store"), AccessDeniedError("the store")])
+def test_errors_of_the_store_are_not_taken_for_those_of_the_folder(error: Exception) -> None:
+    calls = list[int]()
+
+    def fail(number: int) -> Any:
+        calls.append(number)
+        raise error
+
+    with pytest.raises(type(error), match="the store"):
+        compute(Work(key=["fails"], samples=1, pieces=2, piece=fail, combine=join))
+    assert len(calls) <= 2  # once more alone, if it is an `OSError`
+
+
+def test_a_full_disk_does_not_stay_full(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reserve, calls = os.posix_fallocate, list[int]()
+
+    def full_later(file: int, offset: int, size: int) -> None:
+        calls.append(size)
+        if len(calls) > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        reserve(file, offset, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_later)
+    alone_with_a_warning(compute(work(tmp_path / "calls")), warnings, "No space left")
+    assert list((tmp_path / f"headrace-{os.geteuid()}" / "arrays").iterdir()) == []
+
+
+def test_a_remote_temporary_folder_is_not_used(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_arrays, "is_local", lambda path: False)
+    alone_with_a_warning(compute(work(tmp_path / "calls")), warnings, "not on a local file system")
+
+
 def test_small_work_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 2)
     check(compute(work(tmp_path / "calls")))
@@ -252,3 +291,60 @@ def test_the_bytes_of_all_folders_are_limited(tmp_path: Path, monkeypatch: pytes
         compute(work(tmp_path / "calls", key=key))
         time.sleep(0.01)
     assert len(list((tmp_path / f"headrace-{os.geteuid()}" / "arrays").iterdir())) == 3
+
+
+def make_room(parent: Path, barrier: Any, errors: Any) -> None:
+    shared_arrays.MAX_WORKS = 1
+    barrier.wait(60)
+    try:
+        shared_arrays._make_room(parent)
+        errors.put("")
+    except OSError as error:
+        errors.put(repr(error))
+
+
+def test_processes_that_remove_the_same_folders_do_not_disturb_each_other(tmp_path: Path) -> None:
+    for folder in range(200):
+        (tmp_path / "arrays" / str(folder)).mkdir(parents=True)
+        for file in range(5):
+            (tmp_path / "arrays" / str(folder) / str(file)).touch()
+    (tmp_path / "arrays" / "a file").touch()
+    barrier, errors = SPAWN.Barrier(4), SPAWN.Queue()
+    processes = [SPAWN.Process(target=make_room, args=(tmp_path / "arrays", barrier, errors)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert [errors.get(timeout=60) for _ in processes] == [""] * 4
+    for process in processes:
+        process.join()
+    assert os.listdir(tmp_path / "arrays") == ["a file"]
+
+
+def test_arrays_are_used_if_their_folder_is_removed_when_they_are_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_arrays = shared_arrays._open_arrays
+
+    def open_and_remove(folder: Path) -> Arrays | None:
+        arrays = open_arrays(folder)
+        if arrays is not None:
+            shutil.rmtree(folder)
+        return arrays
+
+    monkeypatch.setattr(shared_arrays, "_open_arrays", open_and_remove)
+    check(compute(work(tmp_path / "calls")))
+    assert calls_in(tmp_path / "calls") == list(range(PIECES))
+
+
+def test_arrays_that_another_process_just_repaired_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(compute(work(tmp_path / "calls")))
+    document = the_folder(tmp_path) / "arrays.json"
+    good = document.read_bytes()
+    document.write_bytes(good[:-20])
+
+    def repaired_meanwhile(data: bytes, name: str) -> bytes:
+        document.write_bytes(good)
+        raise CorruptionError("is damaged")
+
+    monkeypatch.setattr(shared_arrays, "unseal", repaired_meanwhile)
+    assert shared_arrays._open_arrays(document.parent) is None
+    assert document.read_bytes() == good
