@@ -116,7 +116,7 @@ def test_arrays_of_another_version_ids_columns_or_function_are_not_used(
             durations = column(one, "duration", ids)
             for factor in (1, 3):
                 assert small_numbers(one, ["duration"], ids, Scaled(factor)).tolist() == (durations * factor).tolist()
-        videos = samples_with(dataset, "video_ext", "video")
+        videos = samples_with(dataset, HasValue("video_ext"), "video")
         for name in ("height", "width", "frames"):
             expected = (column(dataset, name, videos) * 3).tolist()
             assert small_numbers(dataset, [name], videos, Scaled(3)).tolist() == expected
@@ -129,10 +129,10 @@ def test_ids_of_another_column_or_condition_are_not_used(dataset: Dataset, monke
     samples = list(dataset)
     texts = sorted({one.text for one in samples if one.text})
     for left_out in ((), texts[:5], texts[5:9]):
-        ids = samples_with(dataset, "text", "text", without=left_out)
+        ids = samples_with(dataset, HasValue("text", tuple(left_out)), "text")
         kept = [one.id for one in samples if one.text and one.text not in left_out]
         assert ids.take(np.arange(len(ids))).tolist() == kept
-    sounds = samples_with(dataset, "audio_ext", "sound")
+    sounds = samples_with(dataset, HasValue("audio_ext"), "sound")
     assert sounds.take(np.arange(len(sounds))).tolist() == [one.id for one in samples if one.audio]
 
 
