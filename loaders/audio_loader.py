@@ -18,7 +18,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.audio.spec import AudioSpec, Features, Window
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode.base import GPU_BATCH
-from headrace.loaders.fields.media import audio_bucketing, parts_of, windows_of
+from headrace.loaders.fields.audio import audio_bucketing, windows_in, windows_of
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import BaseLoader
 from headrace.loaders.processors.audio import PieceProcessor, WindowProcessor, lengths
@@ -120,7 +120,7 @@ class AudioLoader(BaseLoader):
 
         def find(dataset: Dataset) -> tuple[SampleIds, Any]:
             ids = samples_with(dataset, HasValue("audio_codec"), "sound")
-            return ids, parts_of(dataset, ids, window)
+            return ids, windows_in(dataset, ids, window)
 
         def start_processor() -> Processor:
             isolated = config.subprocess_decoder(delivery.num_threads)

@@ -22,21 +22,14 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.audio.spec import Window
 from headrace.loaders.batch.batch import Output
+from headrace.loaders.clip import Clip
 from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode import registry
 from headrace.loaders.decode.base import GPU_BATCH
+from headrace.loaders.fields.audio import Audio, audio_bucketing, windows_in, windows_of
 from headrace.loaders.fields.base import Field
-from headrace.loaders.fields.media import (
-    Audio,
-    Image,
-    Video,
-    audio_bucketing,
-    clip_specs,
-    parts_of,
-    video_bucketing,
-    windows_of,
-)
 from headrace.loaders.fields.processor import FieldsProcessor, FieldsTransform, MediaFields, TransformedFields
+from headrace.loaders.fields.video import Image, Video, clip_specs, clips_of, video_bucketing
 from headrace.loaders.interfaces import Collate, FieldsLayout, Processor
 from headrace.loaders.loader import BaseLoader, DeliveryOptions
 from headrace.loaders.processors.audio import WindowProcessor
@@ -125,7 +118,7 @@ class Loader(BaseLoader):
                     f"{dataset.url} has no sample with all of {', '.join(map(repr, fields.named))}",
                     hint="`headrace info` lists its contents; fields with required=False leave no sample out",
                 )
-            return ids, parts_of(dataset, ids, fields.owner) if fields.owner is not None else 1
+            return ids, fields.parts_of(dataset, ids)
 
         def start_processor() -> Processor:
             processor = fields.processor(output, delivery, plan.buckets)
@@ -157,7 +150,7 @@ class _Fields:
         for name, one in named:
             if isinstance(one, Audio) and one.like is not None:
                 self._add_track(name, one, one.like)
-        self.owner = self._owner()
+        self._check_parts()
         self.bucketing = self._bucketing()
 
     def _add_track(self, name: str, track: Audio, like: str) -> None:
@@ -174,20 +167,25 @@ class _Fields:
         self.videos[like].spec(track.spec())  # checks that they go together
         self.tracks[like] = name, track
 
-    def _owner(self) -> Video | Window | None:
-        """The field that decides how many clips or windows of each sample there are. None for one of each."""
-        media = {name: video.spec().clip for name, video in self.videos.items()}
-        windows = {name: sound.window for name, sound in self.sounds.items()}
-        several = [name for name, clip in media.items() if clip.start == "every" or clip.per_video > 1]
-        several += [name for name, window in windows.items() if window.start == "every" or window.per_sample > 1]
-        if several and len({repr(one) for one in (*media.values(), *windows.values())}) > 1:
+    def _check_parts(self) -> None:
+        """Check that all fields have as many clips or windows of each sample."""
+        media = [video.spec().clip for video in self.videos.values()] + [one.window for one in self.sounds.values()]
+        several = any(one.start == "every" for one in media)
+        several |= any(clip.per_video > 1 for clip in media if isinstance(clip, Clip))
+        several |= any(window.per_sample > 1 for window in media if isinstance(window, Window))
+        if several and len(set(map(repr, media))) > 1:
             raise UsageError(
-                f"the field {several[0]!r} makes several parts of a sample, and another field makes other parts",
+                "a field makes several parts of a sample, and another field makes other parts",
                 hint="give all fields of video the same clip; audio with like= follows a field of video",
             )
-        if self.videos:
-            return next(iter(self.videos.values()))
-        return next(iter(windows.values()), None)
+
+    def parts_of(self, dataset: Dataset, ids: SampleIds) -> int | Small:
+        """The number of clips or windows of each of these samples."""
+        for video in self.videos.values():
+            return clips_of(dataset, ids, video.spec().clip)
+        for sound in self.sounds.values():
+            return windows_in(dataset, ids, sound.window)
+        return 1
 
     def _bucketing(self) -> Bucketing | None:
         buckets = self._config.buckets

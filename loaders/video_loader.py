@@ -25,7 +25,7 @@ from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.decode import registry
 from headrace.loaders.decode.base import GPU_BATCH, Color
 from headrace.loaders.fetch import byte_ranges
-from headrace.loaders.fields.media import Video, clip_specs, parts_of, video_bucketing
+from headrace.loaders.fields.video import Video, clip_specs, clips_of, video_bucketing
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import BaseLoader
 from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
@@ -164,7 +164,7 @@ class VideoLoader(BaseLoader):
 
         def find(dataset: Dataset) -> tuple[SampleIds, Any]:
             ids = samples_with(dataset, video.condition, "video")
-            return ids, parts_of(dataset, ids, video)
+            return ids, clips_of(dataset, ids, spec.clip)
 
         def start_processor() -> Processor:
             subprocess_decoder = config.subprocess_decoder(delivery.num_threads)

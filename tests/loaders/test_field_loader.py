@@ -19,8 +19,9 @@ from headrace.dataio.core.errors import CorruptionError, MismatchError, Unsuppor
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import AudioLoader, AudioSpec, Bucket, Buckets, Clip, LogMel, VideoLoader, Window
 from headrace.loaders.field_loader import Loader
+from headrace.loaders.fields.audio import Audio
 from headrace.loaders.fields.base import Field, FieldInput
-from headrace.loaders.fields.media import Audio, Image, Video
+from headrace.loaders.fields.video import Image, Video
 from headrace.loaders.interfaces import Collate
 from tests.support.batches import same, take
 from tests.support.shared_folder import shared_folder

@@ -1,8 +1,8 @@
-"""The fields of pixels and sound: `Video`, `Image` and `Audio`, and the buckets of their samples.
+"""The fields of pixels, `Video` and `Image`, and the buckets of videos.
 
-Purpose: these fields describe what `Loader` decodes of a sample's video and audio. `VideoLoader` and `AudioLoader` use
-the same descriptions and decoders.
-Invariants: a field is immutable and checked. Audio with `like` begins with the first frame of the clip of that field.
+Purpose: these fields describe what is decoded of a sample's video. `VideoLoader` uses the same description.
+Invariants: a field is immutable and checked. With buckets, the bucket of a video depends on its displayed size and on
+its number of frames at the clip's frame spacing. The displayed size is the size after rotation if the field rotates.
 Failure behaviour: `UsageError` with the argument and a valid value.
 """
 
@@ -20,8 +20,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
-from headrace.loaders.audio.spec import AudioSpec, Features, Window, WindowCounts
-from headrace.loaders.clip import Clip, ClipCounts, Start
+from headrace.loaders.clip import Clip, ClipCounts
 from headrace.loaders.decode import registry
 from headrace.loaders.decode.base import Color
 from headrace.loaders.processors.video import ClipSpec, Cut
@@ -34,7 +33,8 @@ from headrace.loaders.validation import check_choice, check_count, check_type, c
 if TYPE_CHECKING:
     import torch
 
-    from headrace.loaders.sampling.buckets import Buckets, Durations
+    from headrace.loaders.audio.spec import AudioSpec
+    from headrace.loaders.sampling.buckets import Buckets
 
 MAX_SIDE = 16_384
 
@@ -130,95 +130,11 @@ class Image(Video):
             raise UsageError("an Image has one frame", hint="give Clip(frames=1), or use Video")
 
 
-@suggests_arguments()
-@dataclass(frozen=True)
-class Audio:
-    """Audio of the sample: float32 (C, S) for each sample, or a log-mel spectrogram (C, n_mels, frames).
-
-    With `like`, the audio begins with the clip of that field. Else it is a window of its own. The entry
-    `<name>.samples`, int64 (B,), says how many of the S samples are real audio and not zero padding. Without `like`,
-    `<name>.start`, float64 (B,), has the start of each window in seconds.
-
-    Args:
-        seconds (float | None): length in seconds. Default: with `like`, the length of the clip; else 2.0.
-        like (str | None): name of a `Video` field. Samples without audio are then silent. Default: None.
-        sample_rate (int): in Hz, 1000 to 384000. Default: 16000.
-        channels (int): 1 or 2. Default: 1.
-        downmix (str): "mix" or "first", as in `AudioSpec`. Default: "mix".
-        features (str | LogMel): "waveform", or `LogMel(...)` for spectrograms. Default: "waveform".
-        start (str): where a window begins: "random", "center" or "every", as in `Window`. Not with `like`. Default:
-            "random".
-        per_sample (int): windows of each sample in an epoch. Not with `like`. Default: 1.
-        jitter (float): as in `Window`, in seconds. Not with `like`. Default: 0.0.
-
-    Raises:
-        UsageError: for impossible options.
-
-    Example:
-        >>> fields = {"video": Video(Clip(frames=4, fps=8), size=(32, 32)), "sound": Audio(like="video")}
-        >>> loader = Loader(clips, batch_size=2, fields=fields)
-        >>> next(iter(loader))["sound"].shape
-        torch.Size([2, 1, 8000])
-        >>> loader.close()
-    """
-
-    seconds: float | None = None
-    _: KW_ONLY
-    like: str | None = None
-    sample_rate: int = 16_000
-    channels: int = 1
-    downmix: Literal["mix", "first"] = "mix"
-    features: Features = "waveform"
-    start: Start = "random"
-    per_sample: int = 1
-    jitter: float = 0.0
-
-    def __post_init__(self) -> None:
-        spec = self.spec()
-        if self.like is not None and (self.start, self.per_sample, self.jitter) != ("random", 1, 0.0):
-            raise UsageError(
-                f"the clips of {self.like!r} decide where audio with like= begins",
-                hint="leave start, per_sample and jitter out",
-            )
-        if self.like is None:
-            spec.samples()
-
-    def spec(self) -> AudioSpec:
-        """Return the format of the audio."""
-        seconds = self.window.seconds if self.like is None else self.seconds
-        return AudioSpec(
-            self.sample_rate,
-            channels=self.channels,
-            seconds=seconds,
-            downmix=self.downmix,
-            features=self.features,
-        )
-
-    @property
-    def window(self) -> Window:
-        """The window, without `like`."""
-        return Window(2.0 if self.seconds is None else self.seconds, self.start, self.per_sample, self.jitter)
-
-    @property
-    def condition(self) -> HasValue | None:
-        """The samples that have the field. None for all of them."""
-        return None if self.like is not None else HasValue("audio_codec")
-
-
-def parts_of(dataset: Dataset, ids: SampleIds, described: Video | Window) -> int | Small:
-    """The number of clips or windows of each of these samples."""
-    if isinstance(described, Window):
-        window = described
-        if window.start != "every":
-            return window.per_sample
-        return small_numbers(dataset, ["samples", "sample_rate"], ids, WindowCounts(window))
-    clip = described.spec().clip
+def clips_of(dataset: Dataset, ids: SampleIds, clip: Clip) -> int | Small:
+    """The number of clips of each of these samples."""
     if clip.start != "every":
         return clip.per_video
     return small_numbers(dataset, ["frames", "duration"], ids, ClipCounts(clip))
-
-
-# --- buckets
 
 
 def video_bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None:
@@ -269,39 +185,6 @@ def clip_specs(spec: ClipSpec, buckets: Buckets | None, streams: Sequence[int]) 
         replace(spec, size=one.size, clip=replace_field(spec.clip, frames=one.frames or spec.clip.frames))
         for one in chosen
     ]
-
-
-def audio_bucketing(buckets: Durations | None, window: Window) -> Bucketing | None:
-    """How recordings are assigned to buckets."""
-    if buckets is None:
-        return None
-    if window.start == "every":
-        raise UsageError(
-            "start='every' counts windows of one length, and buckets have several", hint="use another start"
-        )
-
-    def sort(stream: Stream) -> BucketNumbers:
-        assign, columns = _AssignRecordings(buckets), ["samples", "sample_rate"]
-        return bucket_numbers(stream.dataset, columns, stream.ids, assign, len(buckets.seconds))
-
-    return Bucketing(buckets.batches(), sort, buckets.numbers())
-
-
-@dataclass(frozen=True)
-class _AssignRecordings:
-    """Computes the bucket of each recording."""
-
-    buckets: Durations
-
-    def __call__(self, samples: F64, rate: F64) -> I64:
-        return self.buckets.assign(samples / rate)
-
-
-def windows_of(window: Window, buckets: Durations | None, streams: Sequence[int]) -> list[Window]:
-    """The window of each stream. `streams` holds the number of each stream's bucket."""
-    if buckets is None:
-        return [window]
-    return [replace_field(window, seconds=buckets.seconds[number]) for number in streams]
 
 
 def _size(size: Any) -> tuple[int, int] | None:
