@@ -15,7 +15,7 @@ from headrace.dataio.core.imports import exports
 if TYPE_CHECKING:
     from headrace.checkpoint import RNG, Checkpointer, Keep, read
     from headrace.dataio import Dataset, index, open_store, pack
-    from headrace.loaders import AudioLoader, Clip, FileLoader, VideoLoader
+    from headrace.loaders import AudioLoader, Clip, FileLoader, Loader, VideoLoader
 
 __all__ = [
     "RNG",
@@ -25,6 +25,7 @@ __all__ = [
     "Dataset",
     "FileLoader",
     "Keep",
+    "Loader",
     "VideoLoader",
     "index",
     "open_store",
@@ -39,6 +40,7 @@ _HOME = {
     "Dataset": "headrace.dataio",
     "FileLoader": "headrace.loaders",
     "Keep": "headrace.checkpoint",
+    "Loader": "headrace.loaders",
     "RNG": "headrace.checkpoint",
     "VideoLoader": "headrace.loaders",
     "index": "headrace.dataio",

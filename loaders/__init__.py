@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from headrace.loaders.audio_loader import AudioLoader
     from headrace.loaders.clip import Clip
     from headrace.loaders.decode.registry import register_decoder
+    from headrace.loaders.field_loader import Loader
+    from headrace.loaders.fields.audio import Audio
+    from headrace.loaders.fields.base import Field, FieldInput
+    from headrace.loaders.fields.video import Image, Video
     from headrace.loaders.file_loader import FileLoader
     from headrace.loaders.quarantine.shared_list import QuarantineList
     from headrace.loaders.sampling.buckets import Bucket, Buckets, Durations
@@ -30,36 +34,48 @@ if TYPE_CHECKING:
     from headrace.loaders.video_loader import VideoLoader
 
 __all__ = [
+    "Audio",
     "AudioLoader",
     "AudioSpec",
     "Bucket",
     "Buckets",
     "Clip",
     "Durations",
+    "Field",
+    "FieldInput",
     "FileLoader",
+    "Image",
+    "Loader",
     "LogMel",
     "Mixture",
     "Order",
     "Packing",
     "QuarantineList",
+    "Video",
     "VideoLoader",
     "Window",
     "register_decoder",
 ]
 
 _HOME = {
+    "Audio": "headrace.loaders.fields.audio",
     "AudioLoader": "headrace.loaders.audio_loader",
     "AudioSpec": "headrace.loaders.audio.spec",
     "Bucket": "headrace.loaders.sampling.buckets",
     "Buckets": "headrace.loaders.sampling.buckets",
     "Clip": "headrace.loaders.clip",
     "Durations": "headrace.loaders.sampling.buckets",
+    "Field": "headrace.loaders.fields.base",
+    "FieldInput": "headrace.loaders.fields.base",
     "FileLoader": "headrace.loaders.file_loader",
+    "Image": "headrace.loaders.fields.video",
+    "Loader": "headrace.loaders.field_loader",
     "LogMel": "headrace.loaders.audio.spec",
     "Mixture": "headrace.loaders.sampling.mixture",
     "Order": "headrace.loaders.sampling.order",
     "Packing": "headrace.loaders.sampling.packing",
     "QuarantineList": "headrace.loaders.quarantine.shared_list",
+    "Video": "headrace.loaders.fields.video",
     "VideoLoader": "headrace.loaders.video_loader",
     "Window": "headrace.loaders.audio.spec",
     "register_decoder": "headrace.loaders.decode.registry",

@@ -7,8 +7,9 @@ Shards below the dataset keep their keys.
 Invariants:
 
 * `index` makes one pass over each shard (`tar_scanner`). Memory is bounded by four read-ahead windows, the samples of
-  one unit and of one index part, and 8 bytes for each key. Disk space is bounded by the members that are copied for
-  probing (`tar_scanner.SPOOL_BYTES`). Neither depends on the size of a shard.
+  one unit and of one index part, and 8 bytes for each of the first `MAX_HASHES` keys. Disk space is bounded by the
+  members that are copied for probing (`tar_scanner.SPOOL_BYTES`), and the keys if there are more. Neither depends on
+  the size of a shard.
 * If the same call is made again after an interruption, it continues after the last finished unit (`index_units`). The
   result is byte for byte equal to that of an uninterrupted run. If the version exists already, the call only opens it.
 * Keys are WebDataset's keys. With `keys="shard"`, the shard's path is put in front of them. Use it for collections
@@ -29,7 +30,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ import xxhash
 
 from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.imports import MissingExtraError
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest.index_units import IndexedUnit, IndexSettings, index_plan, index_task
 from headrace.dataio.shards.ingest.patterns import FoundShards, find, prefix_in
@@ -60,6 +62,8 @@ _crash_after_index = crashpoints.declare("index.stored", "the index is stored; t
 _crash_after_version = crashpoints.declare("index.version-stored", "the version exists; the call has not returned")
 
 Keys = Literal["member", "shard"]
+MAX_HASHES = 1 << 24
+"""With more samples, repeated keys are found on disk at the end. DuckDB finds them in 512 MiB of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +232,8 @@ class _Indexer:
             parts = self._merged.close()
             if not self._merged.shards:
                 raise self._nothing_to_index()
+        except MissingExtraError:
+            raise
         except UsageError:
             self._journal.delete()  # the same call would fail again
             raise
@@ -280,6 +286,7 @@ class _MergedRecords:
     """
 
     def __init__(self, store: Store, journal: Journal[IndexedUnit], shards: Sequence[SourceShard]) -> None:
+        self._store = store
         self._journal, self._parts, self._unique_keys = journal, PartWriter(store, 0), UniqueKeys(shards)
         self._numbers = {shard.key: number for number, shard in enumerate(shards)}
         self._waiting, self._next = set[int](), 0
@@ -312,7 +319,18 @@ class _MergedRecords:
     def close(self) -> tuple[versions.IndexPart, ...]:
         """Check that keys are unique, store the last part and return all parts."""
         self._unique_keys.check()
-        return tuple(self._parts.close())
+        parts = tuple(self._parts.close())
+        if not self._unique_keys.holds_all:
+            self._unique_keys.check_stored(lambda: self._keys_and_shards(parts))
+        return parts
+
+    def _keys_and_shards(self, parts: Sequence[versions.IndexPart]) -> Iterator[Any]:
+        """Yield a table of the keys and shards of each stored part."""
+        from headrace.dataio.shards.query.tables import PartReader
+
+        sizes = {shard.key: shard.size for shard in self.shards}
+        for part in parts:
+            yield PartReader(self._store, part, sizes).read(["key", "shard"])
 
 
 class _IndexReporter:
@@ -335,15 +353,25 @@ class _IndexReporter:
 class UniqueKeys:
     """Finds equal keys in two shards.
 
-    It holds the 8-byte hash of each key, and checks whenever the number of samples has doubled.
+    It holds the 8-byte hashes of the first `MAX_HASHES` keys, and checks whenever the number of samples has doubled.
+    With more keys, `check_stored` checks all of them at the end, on disk.
     """
 
     def __init__(self, shards: Sequence[SourceShard]) -> None:
         self._shards = shards
         self._hashes, self._ends = array.array("Q"), list[tuple[int, int]]()
         self._next_check = 2
+        self.holds_all = True
+        """Whether `check` knows all keys that were added."""
 
     def add(self, shard: int, keys: Sequence[str]) -> None:
+        if len(self._hashes) + len(keys) > MAX_HASHES:
+            if self.holds_all:
+                from headrace.dataio.shards.query.conditions import import_duckdb
+
+                import_duckdb()  # `check_stored` needs it, and hours may pass until then
+            self.holds_all = False
+            return
         self._hashes.extend(xxhash.xxh3_64_intdigest(key.encode()) for key in keys)
         self._ends.append((len(self._hashes), shard))
         if len(self._ends) > 1 and len(self._hashes) >= self._next_check:
@@ -357,10 +385,26 @@ class UniqueKeys:
         equal = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
         if len(equal):
             first, second = (self._shard_of(int(order[equal[0] + i])) for i in (0, 1))
-            raise UsageError(
-                f"{first.url} and {second.url} hold samples of the same key",
-                hint="keys='shard' (--keys shard) puts the shard's path in front of every key",
-            )
+            raise self._error(first, second)
+
+    def check_stored(self, tables: Callable[[], Iterable[Any]]) -> None:
+        """Raise `UsageError` if two rows of `tables`, which have the columns "key" and "shard", have the same key."""
+        from headrace.dataio.shards.query.tables import repeated_keys  # imports Arrow
+
+        if not (keys := repeated_keys(tables())):
+            return
+        by_key = {shard.key: shard for shard in self._shards}
+        holders = list[SourceShard]()
+        for table in tables():
+            rows = zip(table["key"].to_pylist(), table["shard"].to_pylist(), strict=True)
+            holders += [by_key[shard] for key, shard in rows if key == keys[0]]
+        raise self._error(*holders[:2])
+
+    def _error(self, first: SourceShard, second: SourceShard) -> UsageError:
+        return UsageError(
+            f"{first.url} and {second.url} hold samples of the same key",
+            hint="keys='shard' (--keys shard) puts the shard's path in front of every key",
+        )
 
     def _shard_of(self, position: int) -> SourceShard:
         return self._shards[next(shard for end, shard in self._ends if position < end)]

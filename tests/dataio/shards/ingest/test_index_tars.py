@@ -25,8 +25,9 @@ from headrace.dataio.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from headrace.dataio.core.imports import MissingExtraError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest import tar_scanner
+from headrace.dataio.shards.ingest import index_tars, tar_scanner
 from headrace.dataio.shards.ingest.index_tars import IndexProgress
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.media.probe import probe
@@ -225,9 +226,11 @@ def test_a_compressed_tar_is_refused_by_its_content(
         index(path, tmp_path / "other", strict=True)
 
 
+@pytest.mark.parametrize("hashes", [1 << 24, 3, 0])
 def test_equal_keys_in_two_shards_are_refused_unless_the_shard_is_put_in_front(
-    put: Callable[..., Path], tmp_path: Path
+    put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: int
 ) -> None:
+    monkeypatch.setattr(index_tars, "MAX_HASHES", hashes)
     for shard in ("a/0.tar", "b/0.tar", "b/1.tar"):
         put(shard, [("./00.bin", shard.encode()), ("01.bin", b"1")])
     pattern = str(tmp_path / "from" / "{a,b}" / "*.tar")
@@ -236,6 +239,22 @@ def test_equal_keys_in_two_shards_are_refused_unless_the_shard_is_put_in_front(
     with index(str(tmp_path / "from"), tmp_path / "good", keys="shard") as dataset:
         assert list(dataset.keys) == ["a/0/00", "a/0/01", "b/0/00", "b/0/01", "b/1/00", "b/1/01"]
         assert dataset.read(dataset.find("b/1/00"), "bin") == b"b/1.tar"
+
+
+def test_without_duckdb_many_keys_are_refused_early_and_finished_units_are_kept(
+    put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for shard in "ab":
+        put(f"{shard}.tar", [(f"{shard}.bin", b"1")])
+    monkeypatch.setattr(index_tars, "MAX_HASHES", 1)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "duckdb", None)
+        with pytest.raises(MissingExtraError, match=r"headrace\[sql\]"):
+            index(str(tmp_path / "from"), tmp_path / "set")
+    with index(str(tmp_path / "from"), tmp_path / "set") as dataset:
+        assert list(dataset.keys) == ["a", "b"]
+        assert dataset.report is not None
+        assert dataset.report.resumed > 0
 
 
 def test_shards_below_the_dataset_need_no_mount_and_move_with_it(put: Callable[..., Path], tmp_path: Path) -> None:
