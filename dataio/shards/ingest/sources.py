@@ -55,7 +55,7 @@ from headrace.dataio.store.base import check_key
 
 SIDECARS = ("json", "txt", "vtt")
 """The extensions of the files that join a manifest's media file, if they have the same stem."""
-_EXTENSION = re.compile(r"[\w+-]+")
+_EXTENSION = re.compile(r"[\w+-]+(\.[\w+-]+)*")
 _COMPRESSED_TAR = re.compile(r"(?i).*\.(?:tgz|tbz2?|txz|tzst|tar\.\w+)")
 _FORBIDDEN_IN_KEYS = re.compile(r"[.\\\x00-\x1f\x7f]")
 
@@ -107,6 +107,12 @@ class _InputFile:
     is_named: bool = False  # the user named this file; it was not found in a folder
     from_glob: bool = False  # a glob matched this file
     info: FileStat | None = None  # set if the listing gave it
+    several_dots: str = ""  # the extension, if it has dots: `latent.npy`
+
+    @property
+    def ext(self) -> str:
+        """The extension by which the sample names the file."""
+        return self.several_dots or _ext(self.path)
 
     @property
     def stem(self) -> tuple[str, str]:
@@ -145,12 +151,34 @@ def gather(
             collected.add_manifest(item.path, info, columns)
         else:
             by_stem.setdefault(item.stem, []).append((item, info))
+    _join_to_media(by_stem)
     for files in by_stem.values():
         collected.add_files(files)
     groups = sorted(collected.groups, key=lambda group: group.key)
     _check_unique_keys(groups)
     skipped = sorted(collected.skipped, key=lambda s: s.path)
     return Gathered(tuple(groups), tuple(skipped), tuple(sorted(collected.ignored)))
+
+
+def _join_to_media(by_stem: dict[tuple[str, str], list[tuple[_InputFile, FileStat]]]) -> None:
+    """Join files such as `clip.latent.npy` to the files of the media file with the shorter stem, `clip.mp4`.
+
+    A file that has the extension of a medium in its name, such as `clip.mp4.part`, joins none.
+    """
+    with_media = {
+        stem for stem, files in by_stem.items() if any(_ext(item.path) in KNOWN_EXTENSIONS for item, _ in files)
+    }
+    for folder, stem in [one for one in by_stem if one not in with_media and "." in one[1]]:
+        parts = stem.split(".")
+        for count in range(len(parts) - 1, 0, -1):
+            shorter = folder, ".".join(parts[:count])
+            if shorter in with_media and not KNOWN_EXTENSIONS & {part.lower() for part in parts[count:]}:
+                middle = ".".join(parts[count:])
+                by_stem[shorter] += [
+                    (dataclasses.replace(item, several_dots=f"{middle}.{_ext(item.path)}".lower()), info)
+                    for item, info in by_stem.pop((folder, stem))
+                ]
+                break
 
 
 def _is_below(folder: str, path: str) -> bool:
@@ -169,7 +197,7 @@ class _Collector:
     def add_files(self, files: list[tuple[_InputFile, FileStat]]) -> None:
         """Add the files that have one stem in one folder."""
         has_media = any(_ext(item.path) in KNOWN_EXTENSIONS for item, _ in files)
-        members = [m for m in files if has_media and _EXTENSION.fullmatch(_ext(m[0].path))]
+        members = [m for m in files if has_media and _EXTENSION.fullmatch(m[0].ext)]
         if len(members) > tar.MAX_SAMPLE_MEMBERS:
             first = members[0][0]
             self.skipped.append(Skipped(first.path, UnsupportedError.code, tar.too_many(_key(first))))
@@ -376,14 +404,14 @@ def _media_list() -> str:
 def _group(members: list[tuple[_InputFile, FileStat]]) -> Group:
     files: dict[str, str] = {}
     for item, _ in members:
-        existing = files.setdefault(_ext(item.path), item.path)
+        existing = files.setdefault(item.ext, item.path)
         if existing != item.path:
             raise UsageError(
                 f"{existing} and {item.path} would be the same member of a sample", hint="rename one of them"
             )
-    first = min((item for item, _ in members), key=lambda item: item.path)
+    first = min((item for item, _ in members if not item.several_dots), key=lambda item: item.path)
     stamp = max(info.modified_ns for _, info in members)
-    sizes = {_ext(item.path): info.size for item, info in members}
+    sizes = {item.ext: info.size for item, info in members}
     return Group(
         _key(first),
         tuple(sorted(files.items())),

@@ -32,6 +32,22 @@ def test_files_of_the_same_stem_in_one_folder_are_one_sample(tmp_path: Path) -> 
     assert shape(tmp_path) == {"a/x": ["json", "mp4", "txt", "wav"], "b/x": ["mp4"], "b/y": ["webm"]}
 
 
+def test_a_file_with_several_dots_belongs_to_the_media_file_with_the_longest_stem(tmp_path: Path) -> None:
+    tree(tmp_path, "x.mp4", "x.a.b.NPY", "x.a.bin", "x.a.wav", "x.A.npy", "x.mp4.part", "other.latent.npy", "y.tar.gz")
+    gathered = gather([tmp_path])
+    assert {group.key: [ext for ext, _ in group.files] for group in gathered.groups} == {
+        "x": ["a.npy", "mp4"],
+        "x_a": ["b.npy", "bin", "wav"],
+    }
+    assert [Path(path).name for path in gathered.ignored] == ["other.latent.npy", "x.mp4.part", "y.tar.gz"]
+
+
+def test_two_files_that_would_be_one_member_are_refused(tmp_path: Path) -> None:
+    tree(tmp_path, "x.mp4", "x.a.npy", "x.A.npy")
+    with pytest.raises(UsageError, match="would be the same member"):
+        gather([tmp_path])
+
+
 def test_files_given_one_by_one_are_grouped_too(tmp_path: Path) -> None:
     tree(tmp_path, "x.mp4", "x.json")
     assert shape(tmp_path / "x.json", tmp_path / "x.mp4") == {"x": ["json", "mp4"]}
