@@ -92,6 +92,8 @@ class FieldBatch(Batch):
         """Make all entries. Runs in the thread that put the last sample."""
         slots = [slot for slot, sample in enumerate(self.samples) if sample and sample.tensors]
         for name in self._names(slots):
+            if name not in self._fields.optional:
+                self._check_present(name, slots)
             if name in self._tensors:
                 self._entries[name] = self._stacked(name, slots)
             else:
@@ -115,6 +117,17 @@ class FieldBatch(Batch):
 
     def _is_present(self, slot: int, name: str) -> bool:
         return self._kept[slot].get(name, ...) is not None
+
+    def _check_present(self, name: str, slots: Sequence[int]) -> None:
+        """Raise `UsageError` if a value is None that is to be part of a tensor."""
+        is_tensor = name in self._tensors or self._fields.collate.get(name) in ("stack", "pad", "concat")
+        for slot in slots:
+            sample = self.samples[slot]
+            if is_tensor and sample is not None and not self._is_present(slot, name):
+                raise UsageError(
+                    f"sample {sample.sample.key!r} has None as {name}, which is a tensor of its batch",
+                    hint="a field with required=False may return None, or collate values in a list",
+                )
 
     def _stacked(self, name: str, slots: list[int]) -> torch.Tensor | None:
         """The stacked tensor, with zeros for samples that lack an optional field."""

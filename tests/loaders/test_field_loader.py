@@ -338,6 +338,29 @@ def test_values_of_other_shapes_name_the_sample(make: Callable[..., Loader]) -> 
         next(iter(make({"points": Points(collate="stack")}, batch_size=7)))
 
 
+@dataclasses.dataclass(frozen=True)
+class SometimesNone(Field):
+    files: tuple[str, ...] = ("json",)
+    collate: Collate = "stack"
+    required: bool = True
+
+    def decode(self, data: FieldInput) -> Any:
+        return None if data.sample.key == "2" else np.ones(2)
+
+
+@pytest.mark.parametrize("collate", ["stack", "pad", "concat", "list"])
+def test_none_is_a_value_of_lists_and_of_optional_fields_only(make: Callable[..., Loader], collate: Any) -> None:
+    assert (
+        next(iter(make({"value": SometimesNone(collate=collate, required=False)}, batch_size=8)))["value"] is not None
+    )
+    loader = make({"value": SometimesNone(collate=collate)}, batch_size=8)
+    if collate == "list":
+        assert [value is None for value in next(iter(loader))["value"]].count(True) == 1
+        return
+    with pytest.raises(UsageError, match="sample '2' has None as value"):
+        next(iter(loader))
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
