@@ -205,7 +205,7 @@ class _Fields:
     @property
     def condition(self) -> AllOf:
         """The samples that have all required fields."""
-        conditions: list[HasValue | HasFiles] = [video.condition for video in self.videos.values()]
+        conditions: list[HasValue | HasFiles] = [video.condition(self._video_buckets) for video in self.videos.values()]
         if self.sounds:
             conditions.append(HasValue("audio_codec"))
         if any(one.uses_caption for one in self._required):

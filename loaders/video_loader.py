@@ -163,7 +163,7 @@ class VideoLoader(BaseLoader):
         self._spec, self._decoder = spec, decoder
 
         def find(dataset: Dataset) -> tuple[SampleIds, Any]:
-            ids = samples_with(dataset, video.condition, "video")
+            ids = samples_with(dataset, video.condition(buckets), "video")
             return ids, clips_of(dataset, ids, spec.clip)
 
         def start_processor() -> Processor:

@@ -96,10 +96,11 @@ class Video:
             color=self.color,
         )
 
-    @property
-    def condition(self) -> HasValue:
+    def condition(self, buckets: Buckets | None = None) -> HasValue:
         """The samples that have the field. Images have clips of one frame only."""
-        return HasValue("video_ext", tuple(sorted(IMAGE_EXTENSIONS)) if self.spec().clip.frames > 1 else ())
+        frames = self.spec().clip.frames
+        takes_images = frames == 1 if buckets is None else buckets.takes_images(frames)
+        return HasValue("video_ext", () if takes_images else tuple(sorted(IMAGE_EXTENSIONS)))
 
 
 @suggests_arguments()

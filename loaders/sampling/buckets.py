@@ -2,8 +2,10 @@
 
 Purpose: train on every clip close to its own shape, without padding, and with about the same work in every step.
 
-Three rules choose the bucket of a clip. Each rule chooses among the buckets that the rule before it left:
+Rules choose the bucket of a clip. Each rule chooses among the buckets that the rule before it left:
 
+0. If some buckets have one frame and others more: those of one frame for images and for videos that provide one
+   frame only, and the others for all other videos.
 1. The nearest aspect ratio.
 2. The largest size that does not enlarge the clip; if there is none, the smallest.
 3. The longest length that the video fills; if there is none, the shortest.
@@ -90,6 +92,8 @@ class Buckets:
         patch (tuple[int, int, int]): frames, height and width of a token, in frames and pixels. Default: (1, 1, 1), one
             token per pixel.
         multiple (int): the number of clips in a global batch is a multiple of this. Default: 1.
+        short_as_images (bool): where some buckets have one frame and others more, give one-frame buckets also the
+            videos that are too short for all others. With False, such a video repeats its last frame. Default: False.
 
     Raises:
         UsageError: for impossible buckets, or a budget below one batch.
@@ -104,6 +108,7 @@ class Buckets:
     budget: int
     patch: tuple[int, int, int] = (1, 1, 1)
     multiple: int = 1
+    short_as_images: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -138,7 +143,16 @@ class Buckets:
     def numbers(self, frames: int) -> list[int]:
         """Numbers that identify these buckets in states."""
         shapes = [n for bucket in self.buckets for n in (*bucket.size, bucket.frames or frames)]
-        return [*shapes, self.budget, *self.patch, self.multiple]
+        images = [1 + self.short_as_images] if self._divides_images(frames) else []
+        return [*shapes, self.budget, *self.patch, self.multiple, *images]
+
+    def takes_images(self, frames: int) -> bool:
+        """Whether a bucket has one frame, which an image fills. `frames` is as in `cost`."""
+        return any((bucket.frames or frames) == 1 for bucket in self.buckets)
+
+    def _divides_images(self, frames: int) -> bool:
+        """Whether some buckets have one frame and others more."""
+        return len({(bucket.frames or frames) == 1 for bucket in self.buckets}) == 2
 
     def assign(self, heights: I64, widths: I64, lengths: F64, frames: int) -> I64:
         """The bucket of each video, from its displayed height and width and the number of frames that it provides.
@@ -147,6 +161,7 @@ class Buckets:
         assigned by the rules.
         """
         lengths_of_buckets = sorted({bucket.frames or frames for bucket in self.buckets})
+        lengths_of_buckets += [2] * self._divides_images(frames)  # images provide one frame
         filled = (np.array(lengths_of_buckets)[None, :] <= lengths[:, None]).sum(axis=1)
         kind = (heights * (int(widths.max(initial=0)) + 1) + widths) * (len(lengths_of_buckets) + 1) + filled
         _, first, kind_of_video = np.unique(kind, return_index=True, return_inverse=True)
@@ -154,10 +169,14 @@ class Buckets:
         return chosen
 
     def _assign_by_rules(self, heights: I64, widths: I64, lengths: F64, frames: int) -> I64:
-        """The bucket of each video, by the three rules."""
+        """The bucket of each video, by the rules."""
         shapes = np.array([bucket.size for bucket in self.buckets], np.float64)
         wanted = np.array([bucket.frames or frames for bucket in self.buckets], np.float64)
         away = np.abs(np.log(widths / heights)[:, None] - np.log(shapes[:, 1] / shapes[:, 0])[None, :])
+        if self._divides_images(frames):
+            shortest = wanted[wanted > 1].min()
+            is_image = ~(lengths >= (shortest if self.short_as_images else 2))
+            away[is_image[:, None] != (wanted == 1)[None, :]] = np.inf
         left = away <= away.min(axis=1, keepdims=True) + _SAME
         enlarged = (shapes[None, :, 0] > heights[:, None]) | (shapes[None, :, 1] > widths[:, None])
         left = _largest(left, ~enlarged, np.broadcast_to(shapes.prod(axis=1), left.shape))

@@ -17,13 +17,14 @@ import torch
 from headrace.dataio import index, pack
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UnsupportedError, UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import AudioLoader, AudioSpec, Bucket, Buckets, Clip, LogMel, VideoLoader, Window
+from headrace.loaders import AudioLoader, AudioSpec, Bucket, Buckets, Clip, LogMel, Mixture, VideoLoader, Window
 from headrace.loaders.field_loader import Loader
 from headrace.loaders.fields.audio import Audio
 from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.fields.video import Image, Video
 from headrace.loaders.interfaces import Collate
 from tests.support.batches import same, take
+from tests.support.pictures import picture
 from tests.support.shared_folder import shared_folder
 
 pytestmark = pytest.mark.slow
@@ -238,6 +239,68 @@ def test_buckets_go_by_the_video_field(make: Callable[..., Loader], mixed: Datas
             assert ours["bucket"] == theirs["bucket"]
             assert torch.equal(ours["video"], theirs["video"])
             assert ours["label"].tolist() == [int(key) for key in theirs["key"]]
+
+
+@pytest.fixture(scope="session")
+def images_and_videos(tmp_path_factory: pytest.TempPathFactory, small_clips: Path) -> Iterator[Dataset]:
+    """Eight clips and six images."""
+
+    def make(folder: Path) -> None:
+        (sources := folder / "in").mkdir()
+        for clip in small_clips.iterdir():
+            (sources / clip.name).write_bytes(clip.read_bytes())
+        for number in range(6):
+            (sources / f"image{number}.png").write_bytes(picture("png", 40 + 8 * number, 64))
+        pack([sources], folder / "ds", workers=1).close()
+
+    with Dataset(shared_folder(tmp_path_factory, "images-and-videos", make) / "ds") as packed:
+        yield packed
+
+
+IMAGE_BUCKETS = Buckets((Bucket((32, 32), 1), Bucket((32, 48), 1), Bucket((32, 32), 4)), budget=3 * 4 * 32 * 32)
+
+
+def test_images_and_videos_come_in_one_order(make: Callable[..., Loader], images_and_videos: Dataset) -> None:
+    fields = {"video": Video(Clip(4)), "name": Caption(required=False)}
+    settings = {"batch_size": None, "buckets": IMAGE_BUCKETS, "drop_last": False, "seed": 1}
+    loader = make(fields, images_and_videos, **settings)
+    batches = take(loader, len(loader))
+    assert sorted(key for batch in batches for key in batch["key"]) == sorted(one.key for one in images_and_videos)
+    for batch in batches:
+        frames = 4 if batch["bucket"] == 2 else 1
+        assert batch["video"].shape[1] == frames
+        assert {key.startswith("image") for key in batch["key"]} == {frames == 1}
+    state = json.loads(json.dumps(loader.state_dict()))
+    whole, ranks = (
+        take(loader, 4),
+        [make(fields, images_and_videos, rank=r, world_size=3, **settings) for r in range(3)],
+    )
+    for rank in ranks:
+        rank.load_state_dict(state)
+    for batch, *parts in zip(whole, *(take(rank, 4) for rank in ranks), strict=True):
+        assert [key for part in parts for key in part["key"]] == batch["key"]
+
+
+def test_a_mixture_of_images_and_videos_keeps_to_its_weights(
+    make: Callable[..., Loader], images_and_videos: Dataset
+) -> None:
+    images, videos = (images_and_videos.where(f"key {how} 'image%'") for how in ("LIKE", "NOT LIKE"))
+    mixture = Mixture({"images": images, "videos": videos}, weights={"images": 3, "videos": 1})
+    loader = make({"video": Video(Clip(4))}, mixture, batch_size=None, buckets=IMAGE_BUCKETS)
+    counts = {"images": 0, "videos": 0}
+    for batch in take(loader, 60):
+        for source in batch["source"]:
+            counts[source] += 1
+    assert 0.7 < counts["images"] / sum(counts.values()) < 0.8
+
+
+def test_an_evaluation_of_images_and_videos_takes_each_once(
+    make: Callable[..., Loader], images_and_videos: Dataset
+) -> None:
+    settings: dict[str, Any] = {"buckets": IMAGE_BUCKETS, "evaluate": True, "drop_last": False}
+    with VideoLoader(images_and_videos, clip=Clip(4), **settings) as loader:
+        keys = [key for batch in loader for key in batch["key"]]
+    assert sorted(keys) == sorted(one.key for one in images_and_videos)
 
 
 def test_a_transform_adds_drops_and_renames_values(make: Callable[..., Loader]) -> None:

@@ -116,6 +116,23 @@ def test_a_bucket_does_not_depend_on_other_videos(seed: int, sizes: int) -> None
     assert buckets.assign(heights[:0], widths[:0], lengths[:0], 16).tolist() == []
 
 
+def test_images_take_buckets_of_one_frame_and_videos_the_others() -> None:
+    shapes = (Bucket((64, 64), 1), Bucket((64, 64), 8), Bucket((64, 128), 1), Bucket((64, 64), 16))
+    cases = [
+        ((64, 64, 1), 0),
+        ((64, 128, 1), 2),  # an image
+        ((64, 128, 9), 1),  # a video, although another bucket has its shape
+        ((64, 64, 99), 3),
+        ((64, 64, 5), 1),  # repeats its last frame
+    ]
+    heights, widths, lengths = np.array([case for case, _ in cases]).T
+    assert Buckets(shapes, 10**9).assign(heights, widths, lengths.astype(float), 4).tolist() == [b for _, b in cases]
+    short = Buckets(shapes, 10**9, short_as_images=True)
+    assert short.assign(heights, widths, lengths.astype(float), 4).tolist() == [0, 2, 1, 3, 0]
+    assert short.numbers(4) != Buckets(shapes, 10**9).numbers(4)
+    assert Buckets(shapes[::2], 10**9).assign(heights, widths, lengths.astype(float), 4).tolist() == [0, 1, 1, 0, 0]
+
+
 def test_tokens_are_patches_rounded_up() -> None:
     buckets = Buckets((Bucket((50, 33), 5),), 1000, patch=(4, 16, 16), multiple=5)
     assert buckets.cost(0, 16) == 2 * 4 * 3
