@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import multiprocessing
@@ -10,7 +11,7 @@ import shutil
 import signal
 import stat
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 
 from headrace.dataio.core import files
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
+from headrace.dataio.core.json import seal, unseal
 from headrace.loaders.sampling import shared_arrays
 from headrace.loaders.sampling.shared_arrays import Arrays, NewArray, Work, compute
 
@@ -148,6 +150,33 @@ def test_damaged_arrays_are_computed_again(tmp_path: Path, damage: str) -> None:
         document.write_bytes(document.read_bytes().replace(b'"file": "', b'"file": "/'))
     check(compute(work(calls)))
     assert calls_in(calls) == sorted(2 * list(range(PIECES)))
+
+
+def test_arrays_outside_the_folder_are_not_used(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    check(compute(work(calls)))
+    folder = the_folder(tmp_path)
+    (array,) = folder.glob("joined-*.npy")
+    array.rename(tmp_path / "moved.npy")
+    document = unseal((folder / "arrays.json").read_bytes(), "arrays.json")
+    document = document.replace(array.name.encode(), str(tmp_path / "moved.npy").encode())
+    (folder / "arrays.json").write_bytes(seal(document))
+    check(compute(work(calls)))
+    assert calls_in(calls) == sorted(2 * list(range(PIECES)))
+
+
+@pytest.mark.parametrize("appears", ["3.piece", "arrays.json"])
+def test_a_piece_is_not_computed_if_another_process_just_finished_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, appears: str
+) -> None:
+    @contextlib.contextmanager
+    def finished_before(path: Path, seconds: float, poll: float) -> Iterator[None]:
+        (tmp_path / appears).touch()
+        yield
+
+    monkeypatch.setattr(shared_arrays, "file_lock", finished_before)
+    assert shared_arrays._has_piece(tmp_path, work(tmp_path / "calls"), 3)
+    assert not (tmp_path / "calls").exists()
 
 
 def test_a_damaged_piece_is_computed_again(tmp_path: Path) -> None:
