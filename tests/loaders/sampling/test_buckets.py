@@ -111,7 +111,7 @@ def test_a_bucket_does_not_depend_on_other_videos(seed: int, sizes: int) -> None
     buckets, random = Buckets((*SHAPES, Bucket((96, 160), 8)), 10**9), np.random.default_rng(seed)
     heights, widths = 1 + random.integers(0, sizes, (2, 50)) * (2000 // sizes)
     lengths = random.integers(0, 40, 50) + random.choice([0, 0.5, np.nan], 50)
-    one_by_one = [buckets.assign(*(array[n : n + 1] for array in (heights, widths, lengths)), 16) for n in range(50)]
+    one_by_one = [buckets.assign(heights[n : n + 1], widths[n : n + 1], lengths[n : n + 1], 16) for n in range(50)]
     assert buckets.assign(heights, widths, lengths, 16).tolist() == np.concatenate(one_by_one).tolist()
     assert buckets.assign(heights[:0], widths[:0], lengths[:0], 16).tolist() == []
 
