@@ -86,14 +86,14 @@ def expected(dataset: Dataset) -> list[Any]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("view", ["", "number % 3 != 1", "number < 100 or number % 7 = 1"])
 def test_columns_are_those_of_the_samples(
-    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, shared: bool, view: bool
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, shared: bool, view: str
 ) -> None:
     if shared:
         monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
     if view:
-        dataset = dataset.where("number % 3 != 1")
+        dataset = dataset.where(view)  # the last one has parts of very different sizes, so pieces begin anywhere
     assert everything(dataset) == expected(dataset)
     assert everything(dataset) == expected(dataset)  # shared arrays are opened
 
