@@ -161,19 +161,21 @@ def bucket_numbers(
 
 def counts_by_bucket(counts: Small, chosen: BucketNumbers) -> list[Small]:
     """The counts of the samples in each bucket. `counts` and `chosen` have a number for each sample."""
+    sizes = np.array([chosen.samples_in(bucket) for bucket in range(len(chosen.ends))], np.int64)
+    ends = np.cumsum(sizes)
 
     def combine(_: Iterable[Any], new: NewArray) -> None:
-        sorted_counts, at = new("counts", len(counts), counts.dtype), 0
-        for bucket in range(len(chosen.ends)):
-            for first in range(0, len(counts), PIECE_SAMPLES):
-                inside = slice(first, first + PIECE_SAMPLES)
-                selected = counts[inside][chosen.numbers[inside] == bucket]
-                sorted_counts[at : at + len(selected)] = selected
-                at += len(selected)
+        sorted_counts, at = new("counts", len(counts), counts.dtype), ends - sizes
+        for first in range(0, len(counts), PIECE_SAMPLES):
+            numbers = chosen.numbers[first : first + PIECE_SAMPLES]
+            own = counts[first : first + PIECE_SAMPLES][np.argsort(numbers, kind="stable")]
+            each = np.bincount(numbers, minlength=len(sizes))
+            for bucket, values in enumerate(np.split(own, np.cumsum(each)[:-1])):
+                sorted_counts[at[bucket] : at[bucket] + len(values)] = values
+            at += each
 
     key = ["counts by bucket", content_key({"counts": counts, "numbers": chosen.numbers}), str(len(chosen.ends))]
     work = Work(key=key, samples=len(counts), pieces=0, piece=lambda _: counts, combine=combine)
-    ends = np.cumsum([chosen.samples_in(bucket) for bucket in range(len(chosen.ends))])
     return np.split(compute(work)["counts"], ends[:-1])
 
 
