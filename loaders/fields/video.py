@@ -149,7 +149,7 @@ def video_bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None
             "start='every' counts clips of one length; buckets that name their frames have several",
             hint="leave the buckets' frames out, or use another start",
         )
-    assign = _AssignVideos(buckets, spec.clip, spec.rotate)
+    assign = AssignVideos(buckets, spec.clip, spec.rotate)
 
     def sort(stream: Stream) -> BucketNumbers:
         length = "frames" if spec.clip.rate is None else "duration"
@@ -161,7 +161,7 @@ def video_bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None
 
 
 @dataclass(frozen=True)
-class _AssignVideos:
+class AssignVideos:
     """Computes the bucket of each video. `length` is in frames, or in seconds if the clip has a rate."""
 
     buckets: Buckets

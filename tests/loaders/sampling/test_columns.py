@@ -15,6 +15,8 @@ import pytest
 
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.store.open import open_store
+from headrace.loaders import Bucket, Buckets, Clip
+from headrace.loaders.fields.video import AssignVideos
 from headrace.loaders.sampling import columns, shared_arrays
 from headrace.loaders.sampling.columns import (
     F64,
@@ -51,6 +53,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dataset
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(columns, "PIECE_SAMPLES", 60)
+    monkeypatch.setattr(columns, "_OWN", ("headrace.", "tests."))
     indexed_datasets.make(open_store(tmp_path / "set"), range(SAMPLES))
     with Dataset(tmp_path / "set") as opened:
         yield opened
@@ -172,6 +175,7 @@ def test_a_second_process_reads_no_column(dataset: Dataset, monkeypatch: pytest.
 
 def _without_tables(url: str) -> list[Any]:
     shared_arrays.SHARED_SAMPLES, columns.PIECE_SAMPLES = 0, 60
+    columns._OWN = ("headrace.", "tests.")
     with Dataset.open_lazy(url) as dataset:
         dataset.index.tables = None  # type: ignore[method-assign,assignment]
         return everything(dataset)
@@ -193,6 +197,7 @@ def _remember(barrier: Any) -> None:
 
 def _counting_parts(url: str) -> tuple[list[Any], int]:
     shared_arrays.SHARED_SAMPLES, columns.PIECE_SAMPLES = 0, 60
+    columns._OWN = ("headrace.", "tests.")
     reads = 0
     with Dataset.open_lazy(url) as dataset:
         tables = dataset.index.tables
@@ -206,6 +211,27 @@ def _counting_parts(url: str) -> tuple[list[Any], int]:
         dataset.index.tables = count  # type: ignore[method-assign,assignment]
         globals()["_barrier"].wait(60)
         return everything(dataset), reads
+
+
+class OtherBuckets(Buckets):
+    """A subclass of the user."""
+
+    def assign(self, heights: Any, widths: Any, lengths: Any, frames: int) -> Any:
+        return np.ones(len(heights), np.int64)
+
+
+def test_the_results_of_other_classes_are_not_shared(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
+    monkeypatch.setattr(columns, "_OWN", ("headrace.",))
+    videos = samples_with(dataset, HasValue("video_ext"), "video")
+    folder = Path(os.environ["TMPDIR"], f"headrace-{os.geteuid()}", "arrays")
+    works = len(list(folder.iterdir()))
+    shapes = (Bucket((16, 16)), Bucket((32, 32)))
+    for buckets in (OtherBuckets(shapes, 10**6), Buckets(shapes, 10**6)):
+        assign = AssignVideos(buckets, Clip(2), rotate=False)
+        chosen = bucket_numbers(dataset, ["height", "width", "rotation", "frames"], videos, assign, 2)
+        assert chosen.samples_in(1) == len(videos)
+    assert len(list(folder.iterdir())) == works + 1
 
 
 def test_a_function_that_its_repr_does_not_describe_is_refused(dataset: Dataset) -> None:

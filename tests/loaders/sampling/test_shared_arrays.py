@@ -375,7 +375,7 @@ def test_the_folders_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: p
 
 def test_another_version_of_headrace_has_other_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compute(work(tmp_path / "one"))
-    monkeypatch.setattr(shared_arrays, "version", lambda name: "another")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "another")
     compute(work(tmp_path / "two"))
     assert calls_in(tmp_path / "two") == list(range(PIECES))
 
