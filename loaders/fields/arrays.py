@@ -32,7 +32,7 @@ from headrace.dataio.core.json import parse_json
 from headrace.dataio.core.limits import MIB, format_bytes
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.shards.sample import Sample
-from headrace.loaders.fields.base import Collate, Field, FieldInput
+from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.fields.options import (
     ITEM_BYTES,
     NUMPY_DTYPES,
@@ -44,6 +44,7 @@ from headrace.loaders.fields.options import (
     converted,
     listed,
 )
+from headrace.loaders.interfaces import Collate
 from headrace.loaders.validation import checked
 
 if TYPE_CHECKING:

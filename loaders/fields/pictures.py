@@ -34,8 +34,9 @@ from headrace.dataio.shards.media import images
 from headrace.dataio.shards.sample import Sample
 from headrace.loaders.decode.base import Fit
 from headrace.loaders.decode.convert import Axis, axes
-from headrace.loaders.fields.base import Collate, Field, FieldInput
+from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.fields.options import check_file, check_options
+from headrace.loaders.interfaces import Collate
 from headrace.loaders.validation import checked
 
 Classes = npt.NDArray[Any]

@@ -18,12 +18,15 @@ from headrace.dataio.core.suggestions import did_you_mean
 from headrace.loaders.fields.base import Field
 
 _BUILT_IN = {
+    "audio": "headrace.loaders.fields.audio:Audio",
     "bytes": "headrace.loaders.fields.text:Bytes",
+    "image": "headrace.loaders.fields.video:Image",
     "json": "headrace.loaders.fields.text:Json",
     "mask": "headrace.loaders.fields.pictures:Mask",
     "npy": "headrace.loaders.fields.arrays:Npy",
     "safetensors": "headrace.loaders.fields.arrays:Safetensors",
     "text": "headrace.loaders.fields.text:Text",
+    "video": "headrace.loaders.fields.video:Video",
 }
 """The module and class of each field of this package."""
 _KIND = "field"

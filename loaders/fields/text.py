@@ -30,7 +30,7 @@ from headrace.dataio.core.limits import SAMPLE_JSON_BYTES, format_bytes
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.shards.media.messages import TEXT_BYTES
 from headrace.dataio.shards.sample import Sample
-from headrace.loaders.fields.base import Collate, Field, FieldInput
+from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.fields.options import (
     COLLATES,
     ITEM_BYTES,
@@ -41,6 +41,7 @@ from headrace.loaders.fields.options import (
     converted,
     listed,
 )
+from headrace.loaders.interfaces import Collate
 from headrace.loaders.validation import checked
 
 if TYPE_CHECKING:
@@ -78,9 +79,11 @@ class Text(Field):
     required: bool = True
     collate: Collate = option(default="list", init=False, repr=False)
     files: tuple[str, ...] = option(init=False, repr=False)
+    uses_caption: bool = option(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_options(self, *(() if self.file is None else (check_file(self, self.file),)))
+        object.__setattr__(self, "uses_caption", self.file is None)
 
     def decode(self, data: FieldInput) -> str | None:
         if self.file is not None:

