@@ -100,8 +100,10 @@ def converted(value: Any, dtype: str | None) -> Any:
     Raises:
         UnsupportedError: complex numbers have no real dtype.
     """
+    if dtype is None:
+        return value
     found = dtype_of(value)
-    if dtype is None or dtype == found:
+    if dtype == found:
         return value
     if found.startswith("complex") and not dtype.startswith("complex"):
         raise UnsupportedError(f"{found} cannot be converted to {dtype}", hint="leave dtype out, or give complex64")
