@@ -16,21 +16,17 @@ Failure behaviour: damaged files raise `CorruptionError`. RGB and other files th
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as option
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 from headrace.dataio.core.limits import FRAME_PIXELS, format_bytes
 from headrace.dataio.core.suggestions import suggests_arguments
-from headrace.dataio.shards.media import images
+from headrace.dataio.shards.media import images, png
 from headrace.dataio.shards.sample import Sample
 from headrace.loaders.decode.base import Fit
 from headrace.loaders.decode.convert import Axis, axes
@@ -47,6 +43,15 @@ _PIXELS_PER_BYTE = 64
 """Estimate of the pixels that a byte of a mask's file holds, if the sample has no image or video to compare with."""
 _PIXEL_BYTES = 8
 """Memory per pixel while a mask is decoded: the frame, the class numbers, and the part that is kept."""
+_SAMPLES = {
+    "monob": ("u1", 1),
+    "gray": ("u1", 1),
+    "pal8": ("u1", 1),
+    "gray16be": (">u2", 1),
+    "ya8": ("u1", 2),
+    "ya16be": (">u2", 2),
+}
+"""libav's formats of masks: the type of a number, and the numbers of a pixel."""
 
 
 @suggests_arguments(align="like")
@@ -146,118 +151,26 @@ def read_mask(data: memoryview, what: str = "the mask") -> Classes:
         data: the whole file.
         what: name of the file, for errors.
     """
-    png = _read_header(data, what)
-    _check_data(data, png, what)
+    if len(data) > images.IMAGE_BYTES:
+        raise UnsupportedError(f"{what} is larger than {format_bytes(images.IMAGE_BYTES)}")
+    header = png.read_header(data, what)
+    if header.color not in (png.GREY, png.PALETTE):
+        raise UnsupportedError(
+            f"{what} is an image in {png.COLORS[header.color]}, not a mask",
+            hint="save class numbers as a grey PNG or with a palette",
+        )
+    png.check(data, header, what)
     frame = images.decode(data)
-    if (frame.width, frame.height) != (png.width, png.height) or frame.format.name not in _SAMPLES:
+    if (frame.width, frame.height) != (header.width, header.height) or frame.format.name not in _SAMPLES:
         raise CorruptionError(f"{what} is damaged: it decodes as {frame.width}x{frame.height} {frame.format.name}")
     dtype, samples = _SAMPLES[frame.format.name]
     first: Any = frame.planes[0]  # of a palette's two planes, the indices
-    plane = np.frombuffer(first, np.uint8).reshape(-1, first.line_size)[: png.height]
+    plane = np.frombuffer(first, np.uint8).reshape(-1, first.line_size)[: header.height]
     if frame.format.name == "monob":
-        return np.unpackbits(plane, axis=1)[:, : png.width]
-    values: Classes = plane.view(dtype)[:, : samples * png.width : samples]
-    if png.bits == 16:
+        return np.unpackbits(plane, axis=1)[:, : header.width]
+    values: Classes = plane.view(dtype)[:, : samples * header.width : samples]
+    if header.bits == 16:
         return values.astype(np.int32)
-    scale = 255 // ((1 << png.bits) - 1) if png.color == _GREY else 1  # libav scales grey to 0 … 255
+    scale = 255 // ((1 << header.bits) - 1) if header.color == png.GREY else 1  # libav scales grey to 0 … 255
     classes: Classes = values // np.uint8(scale)
     return classes
-
-
-# --- the structure of a PNG
-
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-_GREY, _PALETTE = 0, 3
-_BITS = {_GREY: (1, 2, 4, 8, 16), _PALETTE: (1, 2, 4, 8)}
-_COLORS = {2: "RGB", 4: "grey with transparency", 6: "RGB with transparency"}
-_SAMPLES = {
-    "monob": ("u1", 1),
-    "gray": ("u1", 1),
-    "pal8": ("u1", 1),
-    "gray16be": (">u2", 1),
-    "ya8": ("u1", 2),
-    "ya16be": (">u2", 2),
-}
-"""libav's formats of masks: the type of a number, and the numbers of a pixel."""
-_ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2), (0, 1, 1, 2))
-"""The passes of an interlaced file: first column and row, and the steps between columns and rows."""
-_MOST_CHUNKS = 1 << 17
-_DEFLATED, _INFLATED = 1 << 14, 1 << 16  # bytes at a time
-
-
-class _Png(msgspec.Struct, frozen=True):
-    width: int
-    height: int
-    bits: int
-    color: int
-    interlaced: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes of the rows, each with its filter."""
-        passes = _ADAM7 if self.interlaced else ((0, 0, 1, 1),)
-        total = 0
-        for left, top, across, down in passes:
-            width, height = -((left - self.width) // across), -((top - self.height) // down)
-            if width > 0 and height > 0:
-                total += height * (1 + -(-width * self.bits // 8))
-        return total
-
-
-def _read_header(data: memoryview, what: str) -> _Png:
-    head = bytes(data[:33])
-    if head[:8] != _SIGNATURE:
-        raise UnsupportedError(f"{what} is not a PNG", hint="masks are PNG files of class numbers")
-    if len(data) > images.IMAGE_BYTES:
-        raise UnsupportedError(f"{what} is larger than {format_bytes(images.IMAGE_BYTES)}")
-    if len(head) < 33 or head[8:16] != b"\0\0\0\x0dIHDR" or zlib.crc32(head[12:29]) != int.from_bytes(head[29:], "big"):
-        raise CorruptionError(f"{what} is damaged: its header is not that of a PNG")
-    width, height, bits, color, compression, filtering, interlace = struct.unpack(">IIBBBBB", head[16:29])
-    if color in _COLORS:
-        raise UnsupportedError(
-            f"{what} is an image in {_COLORS[color]}, not a mask",
-            hint="save class numbers as a grey PNG or with a palette",
-        )
-    if bits not in _BITS.get(color, ()) or compression or filtering or interlace > 1 or width * height == 0:
-        raise CorruptionError(f"{what} is damaged: its header is not that of a PNG")
-    if width * height > FRAME_PIXELS:
-        raise UnsupportedError(f"{what} has {width}x{height} pixels", hint=f"at most {FRAME_PIXELS}")
-    return _Png(width, height, bits, color, bool(interlace))
-
-
-def _check_data(data: memoryview, png: _Png, what: str) -> None:
-    """Check that the file holds all rows, which libav does not."""
-    inflater, size = zlib.decompressobj(), 0
-    try:
-        for piece in _pieces(data, what):
-            left: bytes | memoryview = piece
-            while len(left) and not inflater.eof and size <= png.size:
-                size += len(inflater.decompress(left, _INFLATED))
-                left = inflater.unconsumed_tail
-        if not inflater.eof and size <= png.size:
-            size += len(inflater.flush(_INFLATED))
-    except zlib.error as error:
-        raise CorruptionError(f"{what} is damaged: {error}") from error
-    if size < png.size or (size == png.size and not inflater.eof):
-        raise CorruptionError(f"{what} is damaged: it has {size} of {png.size} bytes of rows")
-
-
-def _pieces(data: memoryview, what: str) -> Iterator[memoryview]:
-    """Yield the compressed rows in small pieces. The checksums of all chunks are checked."""
-    at = len(_SIGNATURE)
-    for _ in range(_MOST_CHUNKS):
-        length, kind = int.from_bytes(data[at : at + 4], "big"), bytes(data[at + 4 : at + 8])
-        end = at + 8 + length
-        if len(data) < end + 4:
-            raise CorruptionError(f"{what} is truncated")
-        if zlib.crc32(data[at + 4 : end]) != int.from_bytes(data[end : end + 4], "big"):
-            raise CorruptionError(f"{what} is damaged: the checksum at offset {end} is wrong")
-        if kind == b"IDAT":
-            for begin in range(at + 8, end, _DEFLATED):
-                yield data[begin : min(begin + _DEFLATED, end)]
-        elif kind == b"acTL":
-            raise UnsupportedError(f"{what} is an animation, not a mask")
-        elif kind == b"IEND":
-            return
-        at = end + 4
-    raise UnsupportedError(f"{what} has more than {_MOST_CHUNKS} chunks")

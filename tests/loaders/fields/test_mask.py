@@ -19,9 +19,9 @@ from PIL import Image
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 from headrace.dataio.shards.media import images
+from headrace.dataio.shards.media import png as png_files
 from headrace.loaders.decode import resize
 from headrace.loaders.decode.base import Fit
-from headrace.loaders.fields import pictures
 from headrace.loaders.fields.pictures import Mask, fit_mask, read_mask
 from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.processors.video import Cut
@@ -114,7 +114,7 @@ def test_masks_that_pillow_writes_are_read(bits: int) -> None:
 
 def test_an_interlaced_mask_is_read() -> None:
     classes = drawn(21, 13)
-    passes = [classes[top::down, left::across] for left, top, across, down in pictures._ADAM7]
+    passes = [classes[top::down, left::across] for left, top, across, down in png_files._ADAM7]
     rows = b"".join(rows_of(one, 8) for one in passes if one.size)
     data = bytearray(png(classes, rows=rows))
     data[28] = 1  # interlaced
@@ -280,7 +280,7 @@ def test_rows_that_expand_without_end_are_inflated_no_further_than_the_image() -
 
 
 def test_the_number_of_chunks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "_MOST_CHUNKS", 10)
+    monkeypatch.setattr(png_files, "_MOST_CHUNKS", 10)
     read(png(drawn(4, 4)))
     with pytest.raises(UnsupportedError, match="more than 10 chunks"):
         read(png(drawn(4, 4), extra=chunk(b"tEXt", b"a\0b") * 10))
