@@ -52,7 +52,9 @@ class RNG:
     def check_state_dict(self, state: dict[str, Any]) -> None:
         """Raise the error of `load_state_dict(state)`, if it would raise one; change nothing."""
         torch.Generator().set_state(state["torch"])
-        np.random.RandomState(type(np.random.get_bit_generator())()).set_state(_numpy_state(state["numpy"]))
+        numpy: Any = np.random.get_state(legacy=False)
+        generator = getattr(np.random, str(numpy["bit_generator"]))
+        np.random.RandomState(generator()).set_state(_numpy_state(state["numpy"]))
         random.Random().setstate(state["python"])
         len(state["cuda"])
 
