@@ -36,7 +36,7 @@ TRIES = 3
 LOST_SECONDS = 60.0
 """How long a job that lost its arena waits for its trainer to stage it again."""
 _KILLED_HINT = "save again; if it is killed again, see the kernel's log, and give the daemon more memory"
-_CANNOT_RUN_HINT = "the daemon cannot run this job until its installation is repaired; see its log"
+_CANNOT_RUN_HINT = "another try would end likewise; see the daemon's log, and repair its installation"
 
 _log = get_logger(__name__)
 
