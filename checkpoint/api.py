@@ -295,6 +295,7 @@ class Checkpointer:
         exclude: str | Iterable[str] = (),
         strict: bool = True,
         cast: bool = False,
+        force: str | Iterable[str] = (),
         required: bool = False,
     ) -> int | None:
         """Restore `state` in place; call it on all ranks. Restoring changes nothing in the run.
@@ -310,18 +311,21 @@ class Checkpointer:
             run (str | None): Another run of this repository. Default: None, this run.
             include (str | Iterable[str] | None): Patterns on paths, such as "model/*", of the entries to restore; the
                 others stay as they are (`headrace.checkpoint.state.fit`). Default: None, all entries.
-            exclude (str | Iterable[str]): Patterns of entries to leave as they are. Default: none.
+            exclude (str | Iterable[str]): Patterns of entries to leave as they are. Default: none. A pattern without a
+                match is an error.
             strict (bool): Require the same entries in the state and the step. Otherwise entries that only one of them
                 has are skipped and logged. Default: True.
             cast (bool): Convert tensors of another dtype. Default: False.
+            force (str | Iterable[str]): Patterns of objects, such as "loader", that load a state that does not match them,
+                by `load_state_dict(state, force=True)`. A loader then logs the differences. Default: none.
             required (bool): Raise `NotFoundError` if the run has no step, instead of returning None. Default: False.
 
         Returns:
             int | None: The step that was restored; None if the run has none.
 
         Raises:
-            MismatchError: An entry is missing, unexpected, or of another shape or dtype. The message names each;
-                nothing has changed.
+            MismatchError: An entry is missing, unexpected, or of another shape or dtype, or a loader does not fit. The
+                message names each; nothing has changed on any rank.
             NotFoundError: The step or the tag does not exist.
             CorruptionError: Stored bytes are damaged. The message names step, tensor, pack and offset; the state is
                 partly restored.
@@ -344,7 +348,7 @@ class Checkpointer:
             self._check_open()
             self._saves.wait_for_all(self._wait)
             self._saves.forget_ended()
-            return Selection.of(include, exclude, strict, cast)
+            return Selection.of(include, exclude, strict, cast, force)
 
         restored = self._restorer.restore(state, source, requested, prepare, required)
         if restored is None:

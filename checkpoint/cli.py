@@ -34,7 +34,7 @@ _MAX_HITS = 5
 
 _HELP = {
     "du": "add up the stored bytes of each run",
-    "show": "describe one step: its ranks, tensors, bytes and codecs",
+    "show": "describe one step: its ranks, bytes and codecs; --tensors lists its tensors",
     "retain": "remove old steps: prints a plan; --apply executes it",
     "gc": "delete objects that no step needs: prints a plan; --apply executes it",
     "tag": "set a tag; retention keeps tagged steps",
@@ -43,9 +43,13 @@ _HELP = {
 }
 
 
+_NEED_RUN = {"show", "retain", "tag"}
+
+
 def _add_common(action: argparse.ArgumentParser) -> None:
     action.add_argument("url", metavar="URL", help="the repository: a path, file:///path or s3://bucket/prefix")
-    action.add_argument("--run", help="only this run")
+    needs_run = action.prog.rpartition(" ")[2] in _NEED_RUN
+    action.add_argument("--run", help="the run; `headrace ckpt ls URL` lists them" if needs_run else "only this run")
     json_option()(action)
     action.epilog = "exit codes: 0 clean · 2 usage error or not found · 3 transient error · 4 damage · 5 conflict"
 
@@ -62,7 +66,7 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     )
     for name in ("retain", "gc"):
         apply_option("remove them")(parsers[name])
-    parsers["show"].add_argument("--tensors", action="store_true", help="list every tensor")
+    parsers["show"].add_argument("--tensors", action="store_true", help="list every tensor by its path in the state")
     for name in ("tag", "untag"):
         parsers[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
     for name in ("tag", "show"):

@@ -49,6 +49,15 @@ class RNG:
             "python": random.getstate(),
         }
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raise the error of `load_state_dict(state)`, if it would raise one; change nothing."""
+        torch.Generator().set_state(state["torch"])
+        numpy: Any = np.random.get_state(legacy=False)
+        generator = getattr(np.random, str(numpy["bit_generator"]))
+        np.random.RandomState(generator()).set_state(_numpy_state(state["numpy"]))
+        random.Random().setstate(state["python"])
+        len(state["cuda"])
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state that `state_dict` returned."""
         torch.set_rng_state(state["torch"])
@@ -57,14 +66,15 @@ class RNG:
             _log.warning("random state of %d CUDA devices was saved, this process has %d", len(state["cuda"]), devices)
         for device, saved in enumerate(state["cuda"][:devices]):
             torch.cuda.set_rng_state(saved, device)
-        numpy = state["numpy"]
-        inner = {"key": np.frombuffer(numpy["key"], np.uint32), "pos": numpy["position"]}
-        np.random.set_state(
-            {
-                "bit_generator": numpy["generator"],
-                "state": inner,
-                "has_gauss": numpy["has_gauss"],
-                "gauss": numpy["gauss"],
-            }
-        )
+        np.random.set_state(_numpy_state(state["numpy"]))
         random.setstate(state["python"])
+
+
+def _numpy_state(saved: dict[str, Any]) -> dict[str, Any]:
+    """The state in the form that NumPy takes."""
+    return {
+        "bit_generator": saved["generator"],
+        "state": {"key": np.frombuffer(saved["key"], np.uint32), "pos": saved["position"]},
+        "has_gauss": saved["has_gauss"],
+        "gauss": saved["gauss"],
+    }

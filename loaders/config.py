@@ -99,7 +99,8 @@ class LoaderConfig:
         on_error (str | None): "replace" substitutes a sample that is stored close to the damaged one; "skip" leaves the
             damaged sample out of its batch. Default: "replace"; in an evaluation, "skip".
         max_bad_samples (float): raise `CorruptionError` if more samples than this are damaged. It is a number or, below
-            1, a fraction of the epoch's samples. Default: 0.01.
+            1, a fraction of the epoch's samples, rounded up. So a fraction always allows one damaged sample; 0 allows
+            none. Each rank counts the samples that it skipped. Default: 0.01.
         quarantine_list (str | os.PathLike | QuarantineList | None): a list of bad samples that several runs share.
             Default: None.
         decode_in_subprocess (bool | float): decode with PyAV in subprocesses, so that a crash of a codec does not end

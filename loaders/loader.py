@@ -249,6 +249,10 @@ class BaseLoader(IterableDataset[dict[str, Any]]):
         position = states.Position(self._epoch, self._batch, quarantine=self._quarantine.state(), listed=listed)
         return states.dump(self._plan.fingerprint(self._epoch, self._batch), position)
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raise the error of `load_state_dict(state)`, if it would raise one; change nothing."""
+        self._position_of(state, force=False)
+
     def load_state_dict(self, state: Mapping[str, Any], *, force: bool = False) -> Loss | None:
         """Go to the position of `state`, also during an iteration. The world size may differ; the global batch may not.
 
@@ -264,7 +268,19 @@ class BaseLoader(IterableDataset[dict[str, Any]]):
                 unchanged.
             UsageError: `state` is not the state of a loader.
         """
-        loss = None
+        position, loss, follows = self._position_of(state, force)
+        if self._listed is not None and follows:
+            self._listed.follow_position(position)
+        if loss and is_first("job"):
+            _log.warning("a state that does not fit was forced: %s", loss)
+        self._stop()
+        self._epoch, self._batch, self._delivered = position.epoch, position.batch, False
+        self._quarantine.load(position.quarantine)
+        return loss
+
+    def _position_of(self, state: Mapping[str, Any], force: bool) -> tuple[states.Position, Loss | None, bool]:
+        """The position in `state`, the loss if it is forced, and whether to follow the list that the state names."""
+        loss = difference = None
         if force:
             from headrace.loaders.sampling.force import forced
 
@@ -274,21 +290,15 @@ class BaseLoader(IterableDataset[dict[str, Any]]):
         batches = self._plan.batches_in(position.epoch)
         if position.batch > batches:
             raise UsageError(f"the loader's state is at batch {position.batch} of {batches}")
-        difference = None
         if self._listed is not None or position.listed is not None:
-            from headrace.loaders.quarantine.shared_list import follow_state
+            from headrace.loaders.quarantine.shared_list import difference_of
 
-            difference = follow_state(self._listed, position)
+            difference = difference_of(self._listed, position)
         if difference is not None:
             if loss is None:
                 raise states.mismatch(difference)
             loss = loss.also(difference)
-        if loss and is_first("job"):
-            _log.warning("a state that does not fit was forced: %s", loss)
-        self._stop()
-        self._epoch, self._batch, self._delivered = position.epoch, position.batch, False
-        self._quarantine.load(position.quarantine)
-        return loss
+        return position, loss, difference is None
 
     def update_quarantine(self, version: int | None = None) -> int:
         """Follow this version of the `quarantine_list` from the next batch on.

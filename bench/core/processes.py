@@ -12,13 +12,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headrace.bench.core.measure import memory_kib
+from headrace.dataio.core.programs import environment, run_module
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.testing.s3_server import ending_with_parent
 
@@ -75,11 +75,11 @@ def daemon(
     path = folder / "s" / "sidecar.sock"
     all_settings = {"socket": str(path), "cache_dir": str(folder / "cache"), "log_level": "WARNING", **settings}
     flags = [text for name, value in all_settings.items() for text in (f"--{name.replace('_', '-')}", value)]
-    command = [sys.executable, "-m", "headrace.dataio.cli", "sidecar", "run", *flags]
+    command = run_module("headrace.dataio.cli", "sidecar", "run", *flags)
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(log.open("wb")) if log else None
         leashed = ending_with_parent(command, signal.SIGTERM)
-        process = subprocess.Popen(leashed, env={**os.environ, **(environ or {})}, stdout=output, stderr=output)
+        process = subprocess.Popen(leashed, env={**environment(), **(environ or {})}, stdout=output, stderr=output)
         stack.callback(_end, process)
         _wait_until_ready(process, path, log)
         yield DaemonProcess(process.pid, path)
@@ -153,8 +153,8 @@ def server(root: Path, rate: float = 0.0, delay: float = 0.0) -> Iterator[Server
         rate: Bytes per second of all connections together; 0 for no limit.
         delay: Seconds by which each response is delayed.
     """
-    command = [sys.executable, "-m", "headrace.bench.core.range_server", str(root), str(rate), str(delay)]
-    process = subprocess.Popen(ending_with_parent(command), stdout=subprocess.PIPE, text=True)
+    command = run_module("headrace.bench.core.range_server", str(root), str(rate), str(delay))
+    process = subprocess.Popen(ending_with_parent(command), env=environment(), stdout=subprocess.PIPE, text=True)
     try:
         yield Server(int(process.stdout.readline()) if process.stdout else 0)
     finally:

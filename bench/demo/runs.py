@@ -12,10 +12,8 @@ is killed.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,9 +29,10 @@ from headrace.bench.core.measure import Progress
 from headrace.bench.core.processes import DaemonProcess, daemon, environment_variables, log_end
 from headrace.bench.demo import Settings
 from headrace.dataio import pack
+from headrace.dataio.core import programs
 from headrace.dataio.core.errors import DeadlineError, HeadraceError
 from headrace.dataio.shards.ingest.report import Progress as PackProgress
-from headrace.dataio.testing.s3_server import ending_with_parent, start_seaweedfs
+from headrace.dataio.testing.s3_server import ending_with_parent, find_seaweedfs, start_seaweedfs
 
 _RUN_SECONDS = 300.0
 
@@ -64,11 +63,12 @@ def run_demo(settings: Settings, media: Path | None, progress: Progress) -> Demo
     """Run the demo in a scratch folder and return its record."""
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-demo-")))
+        find_seaweedfs()  # raises before anything is reported as started
         progress("S3 server", 0.0)
         server = stack.enter_context(start_seaweedfs())
         server.create_bucket("demo")
         progress("S3 server", 1.0)
-        environment = {**os.environ, **server.environment()}
+        environment = {**programs.environment(), **server.environment()}
         stack.enter_context(environment_variables(server.environment()))  # `pack` runs in this process
         clips, phrase = find_clips(media, scratch)
         progress("pack clips", 0.0)
@@ -172,7 +172,7 @@ class _Run:
     @contextmanager
     def _started(self, part: str) -> Iterator[tuple[subprocess.Popen[str], Iterator[Event]]]:
         chosen = self.settings
-        command = [sys.executable, "-m", "headrace.bench.demo.trainer", "--data", "s3://demo/dataset"]
+        command = [*programs.run_module("headrace.bench.demo.trainer"), "--data", "s3://demo/dataset"]
         command += ["--checkpoints", "s3://demo/checkpoints", "--name", self.name, "--steps", str(chosen.steps)]
         command += ["--save-every", str(chosen.save_every), "--batch-size", str(chosen.batch_size)]
         command += ["--clips-per-video", str(chosen.clips_per_video)]

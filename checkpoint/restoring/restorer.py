@@ -11,9 +11,15 @@ failed. If tensors are only filled in place, the exchanges are these:
 5. All ranks are done.
 
 The state is unchanged until the step is known to fit on all ranks. The restorer then reads new values and passes them
-to objects that load their own state. It fills tensors in place last.
+to objects that load their own state. It fills tensors in place last. Objects that load their own state come in this
+order, and all ranks agree after each point:
 
-Failure behaviour: after a `MismatchError`, the state is unchanged. A `CorruptionError` is raised while reading, and the
+1. Objects that can check their state do so. Nothing has changed yet.
+2. Objects that may refuse their state load it.
+3. The others load theirs.
+
+Failure behaviour: after a `MismatchError` of the fit or of point 1, the state is unchanged. If an object refuses its
+state at point 2, only objects of point 2 have changed. A `CorruptionError` is raised while reading, and the
 state is then partly restored. An error of the store on any rank is raised on all ranks.
 """
 
@@ -47,6 +53,7 @@ from headrace.checkpoint.restoring.opening import Exchange, open_found, read_dec
 from headrace.checkpoint.state import fit, tensors, tree
 from headrace.checkpoint.state.build import Fit
 from headrace.checkpoint.state.fit import Selection
+from headrace.checkpoint.state.own_states import refusing_first
 from headrace.checkpoint.state.tensors import LocalTensor, TensorSink
 from headrace.checkpoint.tier.restoring import Found, NodeTier, log_offline, log_sources, node_tier
 from headrace.dataio.core.errors import MismatchError, UsageError
@@ -57,6 +64,11 @@ from headrace.dataio.store.base import Store
 _log = get_logger(__name__)
 DCP_MARK = "torch.distributed.checkpoint"
 """The mark in the documents of steps that `headrace.checkpoint.dcp` saved."""
+_PATTERN_HINT = (
+    "`headrace ckpt show URL --run RUN --tensors` lists the tensors of a step. An optimizer or a loader is restored as "
+    "a whole: name it, not a part of it. strict=False ignores these patterns"
+)
+_FORCE_HINT = "name an object whose load_state_dict has an argument force, such as a loader"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +136,25 @@ def require_one_content(work: Fitted, store: Store) -> None:
 def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
     """Read into the state. All ranks call it. If one rank fails, all raise."""
     todo, in_place = work.todo, work.in_place
-    first = bool(todo.fresh or todo.early or todo.checks)
+    first = bool(todo.fresh or todo.own or todo.checks)
     common = shared_reads.compare(store, (work.fresh, in_place), first, ranks)
     with torch.no_grad():
         if common.marked:
             pending = shared_reads.read(store, work.fresh, 0, common, ranks)
-            with ranks.agreed():
+            with ranks.agreed(alike=(MismatchError,)):
                 pending.raise_kept()
-                for action in (*todo.checks, *todo.early):
-                    action()
+                for check in todo.checks:
+                    check()
+                for one in todo.own:
+                    if one.reads:
+                        one.check()
+            may_refuse, others = refusing_first(todo.own)
+            with ranks.agreed():
+                for one in may_refuse:
+                    one.load()
+            with ranks.agreed():
+                for one in others:
+                    one.load()
                 if first:  # an object that loaded its state may have moved its tensors
                     moved = _described((name, tensor) for name, tensor, _ in todo.in_place)
                     in_place = ChunkReader(work.step, _wants(moved, work.saved))
@@ -242,11 +264,12 @@ class Restorer:
         """
         if not selection.unmatched or not selection.strict:
             return
-        message = f"include has patterns without a match: {', '.join(map(repr, selection.unmatched[:8]))}"
+        message = "; ".join(
+            f"{name} has patterns without a match: {', '.join(map(repr, patterns[:8]))}"
+            for name, patterns in selection.unmatched.items()
+        )
         if self._ranks.world_size == 1:
-            raise UsageError(
-                message, hint="`headrace ckpt show` lists the entries of a step; strict=False ignores these patterns"
-            )
+            raise UsageError(message, hint=_FORCE_HINT if set(selection.unmatched) == {"force"} else _PATTERN_HINT)
         _log.warning("%s on this rank", message)
 
     def _fit(self, state: dict[str, Any], sealed: Sealed, reader: Store, selection: Selection) -> Fitted:
@@ -260,8 +283,11 @@ class Restorer:
         if is_divided(sealed, ranks):
             opened = open_divided(reader, sealed, ranks)
             finish = fitted_in_parts(state, sealed, opened, ranks, selection)
-        with ranks.agreed():
+        with ranks.agreed(alike=(MismatchError,)):
             work = finish()
             self._require_matches(selection)
+            for one in work.todo.own:
+                if not one.reads:
+                    one.check()
             require_one_content(work, reader)
         return work

@@ -28,6 +28,7 @@ import numpy as np
 
 from headrace.dataio.core.errors import CapacityError, HeadraceError, TransientError
 from headrace.dataio.core.limits import MIB
+from headrace.dataio.core.programs import run_module
 
 PIECE = 16 * MIB
 """Bytes that a thread copies at once."""
@@ -155,7 +156,7 @@ def _report(as_json: bool) -> str:
 
 
 def _measure_in_process(environment: dict[str, str]) -> float:
-    command = [sys.executable, "-m", "headrace.checkpoint.saving.copy_threads", "--once"]
+    command = run_module("headrace.checkpoint.saving.copy_threads", "--once")
     try:
         completed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:

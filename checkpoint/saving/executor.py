@@ -26,7 +26,7 @@ from headrace.checkpoint.saving.upload import ArenaBytes
 from headrace.checkpoint.tier.restoring import node_tier
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
-from headrace.dataio.core.errors import DeadlineError, HeadraceError, NotFoundError, TransientError
+from headrace.dataio.core.errors import DeadlineError, HeadraceError, NotFoundError, TransientError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
@@ -198,9 +198,16 @@ class SaveExecutor:
         for _ in range(ROUNDS):
             try:
                 staged.wait_released(COMMIT_SECONDS)
+                if staged.released:
+                    owner.give_back()
+                result = staged.result(COMMIT_SECONDS)
                 owner.give_back()
-                return staged.result(COMMIT_SECONDS)
+                return result
             except BaseException as error:
+                if isinstance(error, UsageError) and not owner.released:  # it may only concern the daemon's environment
+                    warn_once(_log, f"the sidecar cannot save, saving inside this process: {error}")
+                    save.handed_over("process")
+                    return self._commit_in_process(save, shared=False)
                 if not isinstance(error, TransientError) or not sidecar.broken:
                     owner.abandon()
                     raise

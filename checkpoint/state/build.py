@@ -16,6 +16,7 @@ from typing import Any
 
 from headrace.checkpoint.format import chunking
 from headrace.checkpoint.state import tensors, values
+from headrace.checkpoint.state.own_states import OwnState
 from headrace.checkpoint.state.tensors import OTHER, LocalTensor, Parts
 from headrace.checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef, join
 from headrace.dataio.core.errors import CorruptionError, MismatchError
@@ -27,18 +28,17 @@ Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(slots=True)
 class Fit:
-    """The plan of a restore, in this order: read `fresh`, run `checks` and `early`, read `in_place`, run `late`.
+    """The plan of a restore, in this order: read `fresh`, run `checks`, load `own`, read `in_place`, run `late`.
 
-    Objects that check their own state (loaders) load it early. If one of them refuses its state, the modules are
-    unchanged. `skipped` lists the paths that only one side has, where that is allowed. `in_place` holds each tensor
-    with the description of it that the fit recorded.
+    `own` lists the objects that load their own state. `skipped` lists the paths that only one side has, where that is
+    allowed. `in_place` holds each tensor with the description of it that the fit recorded.
     """
 
     problems: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     fresh: list[tuple[str, Any]] = field(default_factory=list)
     checks: list[Callable[[], object]] = field(default_factory=list)
-    early: list[Callable[[], object]] = field(default_factory=list)
+    own: list[OwnState] = field(default_factory=list)
     in_place: list[tuple[str, Any, LocalTensor]] = field(default_factory=list)
     late: list[Callable[[], object]] = field(default_factory=list)
 

@@ -6,13 +6,16 @@ A pattern of a selection is a path in the state. `*` matches any characters, inc
 in a shell. "model" and "model/*" match the whole model. "*/lora_*" matches every nested entry whose name begins with
 "lora_".
 
+Objects that load their own state (optimizers, loaders) and plain values are restored as a whole. "optimizer" and
+"optimizer/*" match such an object. No pattern matches a part of it.
+
 Invariant: this module only compares and plans. The caller's state is unchanged until every name, shape and type is
 known to fit. An entry is selected if both are true:
 
 - `include` is empty, or one of its patterns matches the entry or a container of it.
 - No pattern of `exclude` matches the entry or a container of it.
 
-Objects that load their own state are restored as a whole. Modules, dicts and lists are restored entry by entry.
+Modules, dicts, and lists with tensors are restored entry by entry.
 
 Failure behaviour: `MismatchError` describes the entries that are missing, unexpected, or of another shape, type or
 kind. It names the first `_MAX_NAMED` of them and counts the rest. `UsageError` is raised for more than `MOST` patterns,
@@ -32,6 +35,7 @@ import torch
 from headrace.checkpoint.state import tensors, values
 from headrace.checkpoint.state.build import Builder, Fit, Saved, kind_name
 from headrace.checkpoint.state.flatten import is_stateful, state_of
+from headrace.checkpoint.state.own_states import OwnState, can_force
 from headrace.checkpoint.state.tensors import MODULE, OPTIMIZER, LocalTensor
 from headrace.checkpoint.state.tree import (
     MAX_DEPTH,
@@ -42,6 +46,7 @@ from headrace.checkpoint.state.tree import (
     ValueNode,
     ViewRef,
     join,
+    tensor_names,
 )
 from headrace.dataio.core.errors import MismatchError, UsageError
 
@@ -196,7 +201,9 @@ class _Fitter:
             state = self._optimizer(inner, saved.state, path)
         else:
             state = self._build.value(saved.state, path)
-        self.plan.early.append(lambda: tensors.load_state(kind, inner, state))
+        reads = any(True for _ in tensor_names(saved.state))
+        forced = can_force(inner) and self._selection.forces(path)
+        self.plan.own.append(OwnState(path, kind, inner, state, reads, forced))
 
     def _module(self, wrapped: Any, saved: object, path: str) -> None:
         module = tensors.unwrap(wrapped)
@@ -326,33 +333,50 @@ class Selection:
 
     `strict`: an entry that only one side has is an error. Otherwise, it is skipped.
     `cast`: a tensor of another type is converted. Otherwise, it is an error.
+    `force`: objects that match load a state that does not match them, if their `load_state_dict` has the argument.
     """
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     strict: bool = True
     cast: bool = False
-    _matched: set[str] = field(default_factory=set, compare=False, repr=False)
+    force: tuple[str, ...] = ()
+    _matched: set[tuple[str, str]] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
     def of(
-        cls, include: str | Iterable[str] | None, exclude: str | Iterable[str], strict: bool, cast: bool
+        cls,
+        include: str | Iterable[str] | None,
+        exclude: str | Iterable[str],
+        strict: bool,
+        cast: bool,
+        force: str | Iterable[str] = (),
     ) -> Selection:
         """From one pattern or several."""
-        return cls(_checked_patterns(include if include is not None else ()), _checked_patterns(exclude), strict, cast)
+        included = _checked_patterns(include if include is not None else ())
+        return cls(included, _checked_patterns(exclude), strict, cast, _checked_patterns(force))
 
     def takes(self, path: str) -> bool:
         """Whether the entry at `path` is selected."""
-        if any(_matches(path, pattern) for pattern in self.exclude):
+        if self._matches("exclude", self.exclude, path):
             return False
-        matched = [pattern for pattern in self.include if _matches(path, pattern)]
+        return not self.include or self._matches("include", self.include, path)
+
+    def forces(self, path: str) -> bool:
+        """Whether the object at `path` is to load a state that does not match it."""
+        return self._matches("force", self.force, path)
+
+    def _matches(self, argument: str, patterns: tuple[str, ...], path: str) -> bool:
+        matched = [(argument, one) for one in patterns if _matches(path, one) or fnmatchcase(f"{path}/", one)]
         self._matched.update(matched)
-        return not self.include or bool(matched)
+        return bool(matched)
 
     @property
-    def unmatched(self) -> tuple[str, ...]:
-        """Patterns of `include` that matched no path so far."""
-        return tuple(pattern for pattern in self.include if pattern not in self._matched)
+    def unmatched(self) -> dict[str, tuple[str, ...]]:
+        """For each argument, its patterns that matched no path so far."""
+        given = {"include": self.include, "exclude": self.exclude, "force": self.force}
+        found = {name: tuple(one for one in its if (name, one) not in self._matched) for name, its in given.items()}
+        return {name: patterns for name, patterns in found.items() if patterns}
 
     @property
     def everything(self) -> bool:

@@ -248,9 +248,14 @@ def _bytes_in_shards(figures: dict[str, Any]) -> str:
 def _origin(figures: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows that say how the version was made, as far as its document records it."""
     sources = ", ".join(f"{source['name']} version {source['version']}" for source in figures["made_from"])
-    origin = [figures["message"], f"from {sources}" if sources else "", "" if figures["trunk"] else "a saved view"]
-    rows = [("made by", ", ".join(filter(None, origin))), ("where", " and ".join(figures["where"]))]
-    return [row for row in (*rows, ("tags", ", ".join(figures["tags"]))) if row[1]]
+    rows = [
+        ("message", figures["message"]),
+        ("made from", sources),
+        ("view", "" if figures["trunk"] else "a saved view"),
+        ("where", " and ".join(figures["where"])),
+        ("tags", ", ".join(figures["tags"])),
+    ]
+    return [row for row in rows if row[1]]
 
 
 def _sample_line(sample: Sample) -> str:

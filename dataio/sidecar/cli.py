@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import importlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,12 +17,13 @@ from typing import TYPE_CHECKING
 from headrace.dataio.core import log
 from headrace.dataio.core.cli import apply_option, command, json_option
 from headrace.dataio.core.errors import NotFoundError, TransientError
+from headrace.dataio.core.programs import run_module
 from headrace.dataio.sidecar import settings, systemd
 
 if TYPE_CHECKING:
     from headrace.dataio.store.local_tier.records import Record
 
-COMMANDS: dict[str, Sequence[str]] = {"checkpoint": (sys.executable, "-m", "headrace.checkpoint.saving.commit_worker")}
+COMMANDS: dict[str, Sequence[str]] = {"checkpoint": run_module("headrace.checkpoint.saving.commit_worker")}
 """The command that runs a staged job, by the job's kind. It names the module, which this layer must not import."""
 
 

@@ -120,9 +120,13 @@ def _cache_tier(number: int, tier: State, cache: State) -> str:
     return text + (", PAUSED: disk not writable" if tier["paused"] else "")
 
 
+_FEW_READS = 20
+"""A share of fewer reads says nothing."""
+
+
 def _prefetch(stats: State) -> list[Text]:
     ready, late = stats.get("reads_ready", 0), stats.get("reads_late", 0)
-    if not ready + late:
+    if ready + late < _FEW_READS:
         return []
     text = (
         f"prefetch {ready} of {ready + late} reads were ready in time ({100 * ready / (ready + late):.1f} %); "

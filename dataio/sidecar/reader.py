@@ -140,6 +140,7 @@ class SidecarReader:
         self._lock = threading.Lock()
         self._connection: Sidecar | None = None
         self._next_try = clock.monotonic()
+        self._missed = False
         self._cached_files: OrderedDict[str, _CachedFile] = OrderedDict()
         self._dropped: deque[int] = deque(maxlen=256)  # files that the daemon dropped recently
         self._fallback_reader: ShardReader | None = None
@@ -361,6 +362,10 @@ class SidecarReader:
         if not self._use(connected):
             connected.close()
             return None
+        if self._missed:
+            warn_once(
+                _log, f"the sidecar on {paths.chosen(self._sidecar)} answers again: shards are read through it", "node"
+            )
         _log.info("reading %s through the sidecar of process %d", self._where.url, connected.daemon_pid)
         return connected
 
@@ -373,6 +378,7 @@ class SidecarReader:
             return not self._closed
 
     def _warn_no_sidecar(self, *, lost: bool) -> None:
+        self._missed = True
         problem = "lost the connection to the sidecar on" if lost else "no sidecar answers on"
         warn_once(
             _log,

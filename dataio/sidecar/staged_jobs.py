@@ -37,6 +37,11 @@ class StagedJob:
         """(done, total) in the job's unit, which is bytes for a checkpoint; (0, 0) before its first report."""
         return self._progress
 
+    @property
+    def released(self) -> bool:
+        """Whether the job has read the arena."""
+        return self._released
+
     def wait_released(self, timeout: float | None = None) -> None:
         """Wait until the trainer may write to the arena again: the job has read it, or has ended.
 

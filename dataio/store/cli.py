@@ -18,7 +18,6 @@ import functools
 import itertools
 import os
 import subprocess
-import sys
 import time
 import urllib.parse
 import uuid
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from headrace.dataio.core.cli import argument, command, json_option, positive_int, print_json
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
+from headrace.dataio.core.programs import environment, run_module
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.hidden_files import TEMPORARY
 from headrace.dataio.store.open import open_store
@@ -69,7 +69,7 @@ def _up_to_thousand(text: str) -> int:
 def doctor(options: argparse.Namespace) -> int:
     """`headrace doctor URL`"""
     if options.memory:
-        return subprocess.call([sys.executable, "-m", _COPIES, *(["--json"] if options.json else [])])
+        return subprocess.call(run_module(_COPIES, *(["--json"] if options.json else [])), env=environment())
     if options.url is None:
         raise UsageError("give the URL of a store, or --memory", hint="see headrace doctor --help")
     with open_store(options.url) as store, _no_new_folders(store.location.url):

@@ -15,7 +15,6 @@ import asyncio
 import concurrent.futures
 import random
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import ClassVar
@@ -25,6 +24,7 @@ import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
+from headrace.dataio.core.programs import environment, run_module
 from headrace.dataio.store.base import CONDITIONAL_BYTES, Store, is_after
 from headrace.dataio.store.open import open_location
 from headrace.dataio.testing.folder_conformance import FolderConformance
@@ -342,8 +342,8 @@ class _writer(subprocess.Popen[bytes]):
     """A process that runs `headrace.dataio.testing.writer` with these arguments."""
 
     def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "headrace.dataio.testing.writer", *arguments]
-        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = run_module("headrace.dataio.testing.writer", *arguments)
+        super().__init__(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment())
 
 
 def _wait_for(process: subprocess.Popen[bytes], line: str) -> None:

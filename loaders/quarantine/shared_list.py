@@ -389,6 +389,10 @@ class FollowedList:
         with self._lock:
             self._versions, self._followed = {epoch: version}, (epoch, version)
 
+    def follow_position(self, position: Position) -> None:
+        """Make the position's epoch follow the version that the state names, or the empty version 0."""
+        self.follow(position.epoch, (position.listed or (0, ""))[0])
+
     def _adopted_version(self, epoch: int) -> int:
         followed_epoch, version = self._followed
         adopted = self.list.adopted(self._run, epoch)
@@ -427,15 +431,11 @@ class FollowedList:
         )  # False if this run found it in a later epoch
 
 
-def follow_state(listed: FollowedList | None, position: Position) -> Difference | None:
-    """Make the position's epoch follow the version that the state names, or the empty version 0.
-
-    Returns the field that does not match, if there is one; nothing changes then.
-    """
+def difference_of(listed: FollowedList | None, position: Position) -> Difference | None:
+    """The field that does not match, if the loader cannot follow the list that the state names."""
     version, digest = position.listed or (0, "")
     if listed is None:
         return Difference("quarantine_list", list(position.listed), None) if position.listed else None
     if position.listed is not None and (version > listed.list.newest() or listed.list.digest(version) != digest):
         return Difference("quarantine_list", [version, digest], listed.list.url)
-    listed.follow(position.epoch, version)
     return None

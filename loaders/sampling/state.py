@@ -42,7 +42,10 @@ _HINTS = {
     "weights": "weights may change from the step of the state on, not before it",
     "buckets": "do not change shapes, budget, patch and multiple",
 }
-_FORCE = "load_state_dict(state, force=True) loads it anyway and reports the differences"
+_FORCE = (
+    'load_state_dict(state, force=True), or restore(..., force="loader") of a Checkpointer, loads it anyway and reports '
+    "the differences"
+)
 _LISTED = re.compile(r"([0-9]{1,9}):([0-9a-f]{0,16})")
 _POSITION = ("epoch", "batch", "quarantine")
 _FIRST = ("global_batch", "buckets")

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from headrace.bench.core.data import make_clip
+from headrace.bench.demo import Settings, runs
 from headrace.dataio import pack
+from headrace.dataio.core.errors import UnsupportedError
 from headrace.loaders import Clip, VideoLoader
 from tests.support.ranks import launch
 
@@ -60,6 +62,15 @@ def test_too_few_steps_for_a_kill_are_refused_with_the_next_step() -> None:
     assert done.returncode == 2
     assert "--steps at least twice --save-every" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_missing_server_is_an_error_before_anything_is_reported_as_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> str:
+        raise UnsupportedError("the program 'weed' is not installed")
+
+    monkeypatch.setattr(runs, "find_seaweedfs", absent)
+    with pytest.raises(UnsupportedError):
+        runs.run_demo(Settings(steps=6, save_every=2, kill_at=2), None, lambda part, share: pytest.fail(part))
 
 
 def train(dataset: str, repository: Path, run: str, ranks: int, steps: int) -> list[list[dict[str, Any]]]:

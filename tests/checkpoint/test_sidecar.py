@@ -166,6 +166,40 @@ def test_when_the_job_dies_the_repository_decides(daemon: Daemon, tmp_path: Path
         assert checkpointer.steps() == ([1] if committed else [])
 
 
+def hostile(folder: Path) -> Path:
+    """The folder, with modules that must not be imported."""
+    (folder / "headrace").mkdir(parents=True)
+    for name in ("numpy.py", "headrace/__init__.py"):
+        (folder / name).write_text(
+            f"open({str(folder / 'imported')!r}, 'a').write(__name__)\nraise OSError('hostile')\n"
+        )
+    return folder
+
+
+def test_the_daemons_workers_import_nothing_from_the_folder_that_it_was_started_in(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(hostile(tmp_path / "cwd"))
+    daemon.start(PYTHONPATH=os.pathsep + os.environ.get("PYTHONPATH", ""))  # the empty entry means that folder, too
+    with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=daemon.socket) as checkpointer:
+        assert checkpointer.save(1, {"w": torch.zeros(1000)}).result(60).committed_by == "sidecar"
+    assert not Path("imported").exists()
+
+
+def test_what_the_daemon_can_never_run_is_saved_by_the_trainer(
+    daemon: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    daemon.start(PYTHONPATH=str(hostile(tmp_path / "broken")))
+    state = {"w": torch.arange(1000.0)}
+    with Checkpointer(str(tmp_path / "repo"), run="exp", sidecar=daemon.socket) as checkpointer:
+        assert checkpointer.save(1, state).result(60).committed_by == "process"
+        assert checkpointer.save(2, state).result(60).committed_by == "process"
+        assert checkpointer.restore({"w": torch.zeros(1000)}) == 2
+    assert "saving inside this process" in caplog.text
+    assert "OSError: hostile" in caplog.text
+    assert (tmp_path / "broken" / "imported").read_text() in ("numpy" * 2, "headrace" * 2)
+
+
 def test_without_a_daemon_the_save_happens_here_and_it_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

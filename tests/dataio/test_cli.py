@@ -41,8 +41,9 @@ def test_help_imports_neither_torch_nor_pyarrow_nor_any_room() -> None:
     assert all(name in done.stdout for name in cli.COMMANDS)
 
 
-def test_the_installed_command_answers() -> None:
-    done = subprocess.run([sys.executable, "-m", "headrace.dataio.cli", "--version"], capture_output=True, text=True)
+@pytest.mark.parametrize("module", ["headrace", "headrace.dataio.cli"])
+def test_the_installed_command_answers(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("headrace ")
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
-from headrace.checkpoint import Checkpointer
-from headrace.dataio.core.errors import UsageError
+from headrace.checkpoint import RNG, Checkpointer
+from headrace.dataio.core.errors import MismatchError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Clip, Mixture, VideoLoader
 from headrace.loaders.sampling import state as states
@@ -152,3 +152,25 @@ def test_a_state_goes_through_our_own_checkpoints(make: Make, tmp_path: Path) ->
         other = make()
         assert checkpointer.restore({"loader": other}) == 5
     assert before + some(other, 1) == some(make(), 6)
+
+
+def test_a_loader_that_does_not_fit_leaves_the_whole_state_as_it_was(make: Make, tmp_path: Path) -> None:
+    def trained(loader: VideoLoader, rate: float) -> dict[str, Any]:
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, total_iters=int(1 / rate))
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "rng": RNG()}
+
+    loader = make()
+    some(loader, 3)
+    with Checkpointer(tmp_path / "ckpt", run="one", sidecar=None) as checkpointer:
+        checkpointer.save(3, trained(loader, 0.5)).result()
+        into = trained(make(batch_size=2), 0.25)
+        before = str({name: part.state_dict() for name, part in into.items()})
+        with pytest.raises(MismatchError, match=r"^loader: the loader's global_batch was 4") as caught:
+            checkpointer.restore(into)
+        assert 'restore(..., force="loader")' in (caught.value.hint or "")
+        assert str({name: part.state_dict() for name, part in into.items()}) == before
+        assert checkpointer.restore(into, force="loader") == 3
+    assert into["optimizer"].param_groups[0]["initial_lr"] == 0.5
+    assert into["loader"].state_dict()["batch"] == 6

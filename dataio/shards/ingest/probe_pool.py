@@ -27,6 +27,7 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError
+from headrace.dataio.core.programs import run_module
 from headrace.dataio.shards.ingest.source_stores import SourceStores, is_url
 from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import (
@@ -40,7 +41,7 @@ from headrace.dataio.shards.media.messages import (
     encode_task,
 )
 from headrace.dataio.shards.workers.worker import PROBE_HELLO
-from headrace.dataio.shards.workers.worker_pool import WorkerPool, run_module
+from headrace.dataio.shards.workers.worker_pool import WorkerPool
 
 _SAMPLES_PER_WORKER = 4
 _ANSWER_BYTES = 256 * limits.MIB

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _LISTED_OF_ONE = 10
 _CHANGED = "headrace verify DATASET --repair FROM-URL --apply replaces damaged objects from a second copy"
 _NOT_APPLIED = "--apply replaces the damaged objects by those of the copy, where the copy is right"
+_NOT_DECODED = "only the stored bytes were checked; --decode 1% also finds media that were damaged before packing"
 _AS_PACKED = (
     "these files are as they were packed; headrace remove DATASET KEY --apply leaves them out of the next version"
 )
@@ -114,6 +115,8 @@ def _print_report(report: VerifyReport, *, planned: bool) -> None:
     if report.damaged and not report.repaired and not any(damaged.unrepaired for damaged in report.damaged):
         as_packed = all(finding.code == "decode" for damaged in report.damaged for finding in damaged.findings)
         print(f"  next: {_AS_PACKED if as_packed else _NOT_APPLIED if planned else _CHANGED}")
+    elif not report.damaged and report.samples and not any(o.decoded for o in report.objects):
+        print(f"  next: {_NOT_DECODED}")
 
 
 def _print_table(report: VerifyReport) -> None:

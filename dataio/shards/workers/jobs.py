@@ -24,10 +24,11 @@ import msgspec
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.core.programs import run_module
 from headrace.dataio.shards import member_reader
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.workers.worker import DECODE_HELLO
-from headrace.dataio.shards.workers.worker_pool import WorkerPool, run_module
+from headrace.dataio.shards.workers.worker_pool import WorkerPool
 from headrace.dataio.store.base import Store
 
 

@@ -24,18 +24,16 @@ import shlex
 import signal
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Self, TypeVar
 
 import msgspec
 
-import headrace
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError, UsageError
+from headrace.dataio.core.programs import environment
 
 _PIPE_BYTES = 1 << 20
 _START_SECONDS = 120.0
@@ -127,17 +125,10 @@ def worker_count(workers: int | None, default: int | None = None) -> int:
     return workers
 
 
-def run_module(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs this module with these arguments."""
-    return (sys.executable, "-P", "-m", module, *arguments)
-
-
 class _Worker:
     """One process and the pipes to it."""
 
     def __init__(self, command: Sequence[str], answer_bytes: int) -> None:
-        home = str(Path(headrace.__file__).parents[1])
-        path = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
         self._command, self._answer_bytes = command, answer_bytes
         self._process = subprocess.Popen(
             command,
@@ -145,7 +136,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            env=os.environ | {"PYTHONPATH": path},
+            env=environment(),
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -6,7 +6,8 @@ reads the worker's output; everything else runs on the thread that `call` and `l
 Failure behaviour:
 
 - A killed worker is replaced. The job fails when `TRIES` workers were killed.
-- If a worker exits without "done" or "failed", the job fails. The reason is the worker's last lines on standard error.
+- If a worker exits without "done" or "failed", the job fails with `UnsupportedError`, because another worker would end
+  likewise. The reason is the worker's last lines on standard error.
 - If a worker reports a failure that may not recur, the job is retried as the retry schedule allows. If a client waits
   for the outcome, it gets the error instead.
 - If a worker cannot be started, its job fails with the reason.
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from headrace.dataio.core.errors import HeadraceError, TransientError
+from headrace.dataio.core.errors import HeadraceError, TransientError, UnsupportedError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar.jobs.gate import PriorityGate
@@ -34,6 +35,8 @@ from headrace.dataio.sidecar.jobs.worker import End, Event, Worker, decode_event
 TRIES = 3
 LOST_SECONDS = 60.0
 """How long a job that lost its arena waits for its trainer to stage it again."""
+_KILLED_HINT = "save again; if it is killed again, see the kernel's log, and give the daemon more memory"
+_CANNOT_RUN_HINT = "another try would end likewise; see the daemon's log, and repair its installation"
 
 _log = get_logger(__name__)
 
@@ -157,8 +160,11 @@ class Runner:
         elif job.trouble is not None and job.failures > job.entry.failures:
             self._try_later(job, job.trouble)
         elif not end.killed or job.entry.tries - job.entry.failures >= TRIES:
-            text = f"the {job.entry.kind} job failed: {end.reason}"
-            self._table.settle(job, m.JobFailed(job.token, TransientError.code, text[:4096], "save again"))
+            text = f"the {job.entry.kind} job failed: {end.reason}"[:4096]
+            code, hint = (
+                (TransientError.code, _KILLED_HINT) if end.killed else (UnsupportedError.code, _CANNOT_RUN_HINT)
+            )
+            self._table.settle(job, m.JobFailed(job.token, code, text, hint))
             self._finish(job)
         elif job.arena < 0 and not job.released and not job.lost:
             _log.warning(

@@ -35,6 +35,7 @@ import msgspec
 
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.limits import MIB
+from headrace.dataio.core.programs import environment
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.sidecar.jobs.gate import PriorityGate
 from headrace.dataio.sidecar.jobs.journal import Entry, Journal, is_locked
@@ -96,6 +97,7 @@ class Worker:
                 stderr=log,
                 pass_fds=[fd for fd in numbers.values() if fd >= 0],
                 start_new_session=True,
+                env=environment(),
             )
         return cls(journal, token, process=process, start=start)
 

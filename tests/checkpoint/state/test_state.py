@@ -17,6 +17,7 @@ from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UsageError
+from tests.support.refusals import Checking
 
 
 def open_at(where: Path, run: str = "exp", **options: Any) -> Checkpointer:
@@ -279,6 +280,55 @@ def test_a_pattern_that_takes_nothing_is_an_error_before_anything_is_changed(tmp
     with open_at(tmp_path) as checkpointer:
         checkpointer.restore(into, include=["step", "optim/*"], strict=False)
     assert into["step"] == 7
+
+
+@pytest.mark.parametrize("pattern", ["optimizer", "optimizer/", "optimizer/*", "opt*/*"])
+def test_a_pattern_below_an_object_that_loads_its_own_state_names_the_object(pattern: str, tmp_path: Path) -> None:
+    saved, into = model(1), model(2)
+    wanted, kept = (torch.optim.SGD(one.parameters(), lr=rate) for one, rate in ((saved, 0.5), (into, 0.25)))
+    given_state, state = {"model": saved, "optimizer": wanted}, {"model": into, "optimizer": kept}
+    there_and_back(tmp_path, given_state, state, exclude=pattern)
+    assert kept.param_groups[0]["lr"] == 0.25
+    assert torch.equal(into.get_parameter("head.weight"), saved.get_parameter("head.weight"))
+    with open_at(tmp_path) as checkpointer:
+        checkpointer.restore({"model": into}, exclude=pattern)  # it need not be in the state
+        checkpointer.restore({"optimizer": kept}, include=pattern)
+    assert kept.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("pattern", ["loadr", "optimizer/state/*"])
+def test_an_excluded_pattern_that_matches_nothing_is_an_error_before_anything_is_changed(
+    pattern: str, tmp_path: Path
+) -> None:
+    saved = {"optimizer": torch.optim.SGD(model(1).parameters(), lr=0.5), "loader": 7}
+    into: dict[str, Any] = {"optimizer": torch.optim.SGD(model(1).parameters(), lr=0.25), "loader": 0}
+    with pytest.raises(
+        UsageError, match=rf"exclude has patterns without a match: '{pattern}'".replace("*", r"\*")
+    ) as caught:
+        there_and_back(tmp_path, saved, into, exclude=[pattern])
+    assert "--tensors" in (caught.value.hint or "")
+    assert into["loader"] == 0
+    with open_at(tmp_path) as checkpointer:
+        checkpointer.restore(into, exclude=pattern, strict=False)
+    assert into["loader"] == 7
+
+
+def test_force_reaches_the_objects_that_can_be_forced_and_no_others(tmp_path: Path) -> None:
+    class Loader(Checking):
+        def load_state_dict(self, state: dict[str, Any], *, force: bool = False) -> None:
+            self.loaded = state | {"force": force}
+
+    saved: dict[str, Any] = {"train": Loader(8), "other": Checking(8)}
+    into: dict[str, Any] = {"train": Loader(4), "other": Checking(8)}
+    with pytest.raises(MismatchError, match=r"^train: size was 8"):
+        there_and_back(tmp_path, saved, into)
+    with open_at(tmp_path) as checkpointer:
+        checkpointer.restore(into, force="train")
+        assert into["train"].loaded == {"size": 8, "force": True}
+        checkpointer.restore({"train": Loader(8), "other": into["other"]})
+        with pytest.raises(UsageError, match="force has patterns without a match: 'other'") as caught:
+            checkpointer.restore(into, force=["train", "other"])
+        assert "such as a loader" in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize("patterns", [[""], [7], ["a"] * 1001, 3])

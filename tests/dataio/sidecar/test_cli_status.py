@@ -65,6 +65,8 @@ def test_the_terminal_says_how_prefetching_did_against_its_forecast() -> None:
     assert "needed 0.5 s sooner than predicted, 95 % within 2 s" in ahead
     assert stores == "stores  exp42 1 (4.0 MiB), 2 waiting"
     assert cli_status.cache_lines({"cache": {}}) == [], "nothing was announced"
+    few = {"cache": {}, "prefetch": {"reads_ready": 1, "reads_late": 3, "window_bytes": 0, "hedged": 0}}
+    assert cli_status.cache_lines(few) == [], "four reads say nothing"
 
 
 def test_without_a_daemon_the_exit_code_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

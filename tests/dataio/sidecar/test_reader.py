@@ -136,7 +136,11 @@ def test_eviction_keeps_the_views_of_clients_and_frees_the_rest(
 
 
 def test_a_killed_daemon_is_done_without_and_returned_to(
-    daemon: RunningDaemon, store: Store, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    daemon: RunningDaemon,
+    store: Store,
+    shards: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(reader_module, "RETRY_SECONDS", 0.2)
     reader = open_reader(store, daemon.socket)
@@ -176,6 +180,7 @@ def test_a_killed_daemon_is_done_without_and_returned_to(
         stop.set()
         thread.join()
     assert errors == []
+    assert f"the sidecar on {daemon.socket} answers again" in caplog.text
     assert all(bytes(view) == data for view, data in held)
     reader.close()
 

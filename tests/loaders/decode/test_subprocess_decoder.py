@@ -14,9 +14,9 @@ import pytest
 
 from headrace.dataio import pack
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
+from headrace.dataio.core.programs import run_module
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import AudioInfo, VideoInfo
-from headrace.dataio.shards.workers.worker_pool import run_module
 from headrace.loaders import AudioSpec, Clip, VideoLoader
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.clip import Wanted, choose

@@ -448,14 +448,20 @@ def test_a_state_says_which_list_it_needs(make: Make, damaged: Path, tmp_path: P
     state = make().state_dict()
     for wrong in (None, tmp_path / "other", tmp_path / "empty"):
         loader = make(quarantine_list=wrong)
-        with pytest.raises(MismatchError, match="quarantine_list was"):
-            loader.load_state_dict(state)
+        now = loader.state_dict()
+        for refused in (loader.check_state_dict, loader.load_state_dict):
+            with pytest.raises(MismatchError, match="quarantine_list was"):
+                refused(state)
+        assert loader.state_dict() == now
         loss = loader.load_state_dict(state, force=True)
         assert loss is not None
         assert [one.field for one in loss.fields] == ["quarantine_list"]
     none = make(quarantine_list=None).state_dict()
     assert none["quarantine"] == []
     late = make()
+    now = late.state_dict()
+    late.check_state_dict(none)
+    assert late.state_dict() == now
     late.load_state_dict(none)  # the interrupted run had no list: this epoch has none
     assert 1 in ids(take(late, 6))
     with pytest.raises(UsageError, match="impossible"):

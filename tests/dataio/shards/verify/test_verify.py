@@ -467,7 +467,10 @@ headrace = headrace_command.run
 
 
 def test_the_command_lists_the_damage_and_returns_1_until_it_is_repaired(ds: Path, original: Path) -> None:
-    assert headrace("verify", ds).returncode == 0
+    done = headrace("verify", ds)
+    assert done.returncode == 0
+    assert "--decode 1% also finds media" in done.stdout.decode()
+    assert "next:" not in headrace("verify", ds, "--decode", "1").stdout.decode()
     _payload(ds)
     done = headrace("verify", ds, "--decode", "2")
     assert done.returncode == 1

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, UnsupportedError
-from headrace.dataio.shards.workers.worker_pool import WorkerPool, run_module
+from headrace.dataio.core.programs import run_module
+from headrace.dataio.shards.workers.worker_pool import WorkerPool
 from tests.support.waiting import wait_for
 
 _WORKER = """
@@ -160,7 +161,8 @@ def test_a_worker_that_cannot_start_blames_no_file() -> None:
 def test_workers_die_with_the_process_that_started_them(tmp_path: Path, pool: WorkerPool) -> None:
     pool.close()
     program = (
-        "from headrace.dataio.shards.workers.worker_pool import WorkerPool, run_module\nimport os, signal\n"
+        "from headrace.dataio.core.programs import run_module\n"
+        "from headrace.dataio.shards.workers.worker_pool import WorkerPool\nimport os, signal\n"
         "pool = WorkerPool(run_module('echoing'), b'hello', 1)\n"
         "print(pool.ask(b'a', 60, bytes).split()[0].decode(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

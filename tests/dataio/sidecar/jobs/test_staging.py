@@ -21,6 +21,7 @@ from headrace.dataio.core.errors import (
     DeadlineError,
     NotFoundError,
     TransientError,
+    UnsupportedError,
     UsageError,
 )
 from headrace.dataio.sidecar import protocol as m
@@ -144,7 +145,7 @@ def test_a_failed_job_raises_its_own_error(daemon: RunningDaemon) -> None:
 def test_a_job_that_dies_silently_has_failed_with_its_last_words(daemon: RunningDaemon) -> None:
     fd = arena()
     with daemon.connect() as sidecar:
-        with pytest.raises(TransientError, match=r"(?s)code 9.*the disk is on fire"):
+        with pytest.raises(UnsupportedError, match=r"(?s)code 9.*the disk is on fire"):
             sidecar.stage("test", fd, plan(die="the disk is on fire")).result(150)
         status: Any = sidecar.status()
         assert status["jobs"]["jobs"][-1]["state"] == "failed"
