@@ -6,7 +6,7 @@ A pattern of a selection is a path in the state. `*` matches any characters, inc
 in a shell. "model" and "model/*" match the whole model. "*/lora_*" matches every nested entry whose name begins with
 "lora_".
 
-Invariant: this module only compares and plans. The caller's state is unchanged until every name, shape and type is
+Invariant: this module only compares and plans. The caller's state is unchanged until every name, shape and dtype is
 known to fit. An entry is selected if both are true:
 
 - `include` is empty, or one of its patterns matches the entry or a container of it.
@@ -14,9 +14,9 @@ known to fit. An entry is selected if both are true:
 
 Objects that load their own state are restored as a whole. Modules, dicts and lists are restored entry by entry.
 
-Failure behaviour: `MismatchError` describes the entries that are missing, unexpected, or of another shape, type or
+Failure behaviour: `MismatchError` describes the entries that are missing, unexpected, or of another shape, dtype or
 kind. It names the first `_MAX_NAMED` of them and counts the rest. `UsageError` is raised for more than `MOST` patterns,
-or for a pattern that is not text.
+and for a pattern that is empty or not a string.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Fitter:
         self.plan.problems.append(f"{path or 'the state'}: {problem}")
 
     def value(self, current: Any, saved: object, path: str) -> object:
-        """The value that the parent is to hold. It is `current` itself if it is changed in place or not restored."""
+        """The value for the container to hold. It is `current` itself if that is changed in place or not restored."""
         if (
             isinstance(current, dict)
             and isinstance(saved, ValueNode)
@@ -171,7 +171,7 @@ class _Fitter:
         elif (saved.dtype, saved.shape) != current_meta:
             self.report(
                 path,
-                f"{saved.dtype}{list(saved.shape)} in the checkpoint, {current_meta} in the state; both have no bytes",
+                f"{saved.dtype}{list(saved.shape)} in the checkpoint, {current_meta} in the state; both are on the meta device",
             )
 
     def _parts(self, current: Any, saved: PartsNode, path: str) -> None:
@@ -252,9 +252,9 @@ class _Fitter:
             if current_shape != shape:
                 self.report(path, f"shape {list(shape)} in the checkpoint, {list(current_shape)} in the state")
                 return None
-        model = current if isinstance(current, torch.Tensor) else param
-        fits = isinstance(model, torch.Tensor) and tuple(model.shape) == shape and shape != ()
-        return self._build.tensor(saved.name, model if fits else None)
+        like = current if isinstance(current, torch.Tensor) else param
+        fits = isinstance(like, torch.Tensor) and tuple(like.shape) == shape and shape != ()
+        return self._build.tensor(saved.name, like if fits else None)
 
     def items(self, current: dict[Any, Any], saved: dict[Any, Any], path: str) -> object:
         for key, value in self._common(current, saved, path):
@@ -304,8 +304,8 @@ class _Fitter:
         return False
 
 
-def _setter(holder: Any, key: object, value: object) -> Callable[[], object]:
-    return lambda: holder.__setitem__(key, value)
+def _setter(container: Any, key: object, value: object) -> Callable[[], object]:
+    return lambda: container.__setitem__(key, value)
 
 
 def _kind_and_limit(value: Any) -> str:
@@ -324,8 +324,8 @@ MOST = 1000
 class Selection:
     """The entries to restore.
 
-    `strict`: an entry that only one side has is an error. Otherwise, it is skipped.
-    `cast`: a tensor of another type is converted. Otherwise, it is an error.
+    `strict`: an entry that only the state or only the checkpoint has is an error. Otherwise, it is skipped.
+    `cast`: a tensor of another dtype is converted. Otherwise, it is an error.
     """
 
     include: tuple[str, ...] = ()
