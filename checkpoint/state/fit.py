@@ -98,7 +98,7 @@ class _Fitter:
         if is_stateful(current) and tensors.kind_of(current) == MODULE:
             self._module(current, saved, path)
             return current
-        if not self._selection.takes(path):
+        if not self._selection.selects(path):
             return current
         if isinstance(current, torch.Tensor):
             self.tensor(current, saved, path)
@@ -115,7 +115,7 @@ class _Fitter:
             return self.sequence(current, saved, path)
         if isinstance(saved, ValueNode) and saved.kind in _SEQUENCES and isinstance(current, (tuple, deque)):
             return self._sequence_of(current, saved, path)
-        if self._selection.takes(path):
+        if self._selection.selects(path):
             self.report(path, f"a {type(current).__name__} in the state, {kind_name(saved)} in the checkpoint")
         return current
 
@@ -124,12 +124,12 @@ class _Fitter:
         try:
             sequence = values.decode(saved)  # its items are still nodes of the tree
         except MismatchError as error:
-            if self._selection.takes(path):
+            if self._selection.selects(path):
                 self.report(path, str(error))
             return current
         if type(sequence) is type(current) and getattr(sequence, "maxlen", None) == getattr(current, "maxlen", None):
             return self.sequence(current, sequence, path)
-        if self._selection.takes(path):
+        if self._selection.selects(path):
             self.report(path, f"{_kind_and_limit(current)} in the state, {_kind_and_limit(sequence)} in the checkpoint")
         return current
 
@@ -202,7 +202,7 @@ class _Fitter:
         module = tensors.unwrap(wrapped)
         current = state_of(module, path)
         if not isinstance(saved, StatefulNode) or saved.kind != MODULE:
-            if self._selection.takes(path):
+            if self._selection.selects(path):
                 self.report(path, f"a {type(module).__name__} in the state, {kind_name(saved)} in the checkpoint")
         elif not isinstance(current, dict) or not isinstance(saved.state, dict):
             self.report(path, "its state is not a dict")
@@ -265,7 +265,7 @@ class _Fitter:
 
     def sequence(self, current: Any, saved: Any, path: str) -> object:
         if len(current) != len(saved):
-            if self._selection.takes(path):
+            if self._selection.selects(path):
                 self.report(path, f"{len(saved)} entries in the checkpoint, {len(current)} in the state")
             return current
         new = [self.value(a, b, join(path, i)) for i, (a, b) in enumerate(zip(current, saved, strict=True))]
@@ -286,7 +286,7 @@ class _Fitter:
 
     def _missing(self, paths: Iterable[str], problem: str) -> None:
         for path in paths:
-            if self._selection.takes(path):
+            if self._selection.selects(path):
                 if self._selection.strict:
                     self.report(path, problem)
                 else:
@@ -341,7 +341,7 @@ class Selection:
         """From one pattern or several."""
         return cls(_checked_patterns(include if include is not None else ()), _checked_patterns(exclude), strict, cast)
 
-    def takes(self, path: str) -> bool:
+    def selects(self, path: str) -> bool:
         """Whether the entry at `path` is selected."""
         if any(_matches(path, pattern) for pattern in self.exclude):
             return False

@@ -272,44 +272,44 @@ def make_plan(
     source: OpenDatasets,
     find: Find,
     what: Any,
-    how: Sampling,
+    sampling: Sampling,
     buckets: Bucketing | None = None,
     pack: Pack | None = None,
 ) -> OrderPlan:
     """Plan the samples that `find` returns for each dataset. `what` describes their parts in the state."""
-    if buckets is not None and how.batch_size is not None:
+    if buckets is not None and sampling.batch_size is not None:
         raise UsageError("with buckets, their budget determines the batch sizes", hint="leave batch_size out")
     streams: dict[str, Stream] = {
         name: Stream.of(dataset, *find(dataset), source=number)
         for number, (name, dataset) in enumerate(source.datasets.items())
     }
     if pack is not None and pack.packing.repack_each_epoch and source.mixture is None:
-        return _repacked(streams, what, how, pack)
+        return _repacked(streams, what, sampling, pack)
     kind = OrderPlan
     if pack is not None:
         from headrace.loaders.sampling.packing import PackedPlan
 
-        kind, streams = PackedPlan, _packed(streams, how, pack)
-    schedule, chosen = _scheduled(streams, source.mixture, how, buckets)
+        kind, streams = PackedPlan, _packed(streams, sampling, pack)
+    schedule, chosen = _scheduled(streams, source.mixture, sampling, buckets)
     names = tuple(streams) if source.mixture is not None else ()
-    return kind(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size, names)
+    return kind(tuple(chosen), schedule, what, sampling.seed, sampling.rank, sampling.world_size, names)
 
 
-def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[str, Stream]:
+def _packed(streams: Mapping[str, Stream], sampling: Sampling, pack: Pack) -> dict[str, Stream]:
     """Pack the recordings of the streams, once or in each of their epochs."""
     from headrace.loaders.sampling.packing import PackedStream, RepackedStream
 
-    if pack.packing.repack_each_epoch and not how.evaluate:
-        return {name: RepackedStream.repacked(stream, pack, _keys(how, name)) for name, stream in streams.items()}
+    if pack.packing.repack_each_epoch and not sampling.evaluate:
+        return {name: RepackedStream.repacked(stream, pack, _keys(sampling, name)) for name, stream in streams.items()}
     return {name: PackedStream.from_(stream, pack) for name, stream in streams.items()}
 
 
-def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
+def _keys(sampling: Sampling, name: str) -> Callable[[int], U64]:
     """A function that returns the packing key of a mixture's source for one of the source's own epochs."""
-    return lambda epoch: key_of(_PACK, how.seed, epoch, *name.encode())
+    return lambda epoch: key_of(_PACK, sampling.seed, epoch, *name.encode())
 
 
-def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pack) -> RepackedPlan:
+def _repacked(streams: Mapping[str, Stream], what: Any, sampling: Sampling, pack: Pack) -> RepackedPlan:
     """A plan with different sequences in every epoch. The plans of two epochs are cached.
 
     With a very small dataset, a packing may fill no batch. Such an epoch uses the first packing, so planning ahead does
@@ -321,52 +321,60 @@ def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pac
 
     @functools.lru_cache(maxsize=2)
     def of(epoch: int) -> PackedPlan:
-        packed = PackedStream.from_(stream, pack, key_of(_PACK, how.seed, 0 if how.evaluate else epoch))
-        schedule, chosen = _scheduled({"": packed}, None, how, None)
+        packed = PackedStream.from_(stream, pack, key_of(_PACK, sampling.seed, 0 if sampling.evaluate else epoch))
+        schedule, chosen = _scheduled({"": packed}, None, sampling, None)
         if epoch and not schedule.batches:
             return first
-        return PackedPlan(tuple(chosen), schedule, what, seed=how.seed, rank=how.rank, world_size=how.world_size)
+        return PackedPlan(
+            tuple(chosen), schedule, what, seed=sampling.seed, rank=sampling.rank, world_size=sampling.world_size
+        )
 
     first = of(0)
     return RepackedPlan(
-        first.streams, first.schedule, what, seed=how.seed, rank=how.rank, world_size=how.world_size, epochs=of
+        first.streams,
+        first.schedule,
+        what,
+        seed=sampling.seed,
+        rank=sampling.rank,
+        world_size=sampling.world_size,
+        epochs=of,
     )
 
 
 def _scheduled(
-    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, buckets: Bucketing | None
+    streams: Mapping[str, Stream], mixture: Mixture | None, sampling: Sampling, buckets: Bucketing | None
 ) -> tuple[Schedule, Sequence[Stream]]:
     """The schedule over these sources, and its streams: the sources, or the part of each source in each bucket."""
     if buckets is not None:
-        return _bucketed(streams, mixture, how, buckets)
+        return _bucketed(streams, mixture, sampling, buckets)
     populations = {name: stream.population for name, stream in streams.items()}
     every = list(streams.values())
-    if how.evaluate:
+    if sampling.evaluate:
         from headrace.loaders.sampling.schedule import Evaluation
 
-        return Evaluation.of(list(populations.values()), [how.batch] * len(every), seed=how.seed), every
+        return Evaluation.of(list(populations.values()), [sampling.batch] * len(every), seed=sampling.seed), every
     if mixture is not None:
         from headrace.loaders.sampling.mixture import Mixed
 
-        return Mixed.of(populations, how.batch, **_mixture_options(mixture, how)), every
+        return Mixed.of(populations, sampling.batch, **_mixture_options(mixture, sampling)), every
     (only,) = populations.values()
-    return Plain(only.order(how.batch, how.seed, how.shuffle), how.drop_last), every
+    return Plain(only.order(sampling.batch, sampling.seed, sampling.shuffle), sampling.drop_last), every
 
 
 def _bucketed(
-    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, buckets: Bucketing
+    streams: Mapping[str, Stream], mixture: Mixture | None, sampling: Sampling, buckets: Bucketing
 ) -> tuple[Schedule, Sequence[Stream]]:
     cells = {name: _sorted(stream, buckets) for name, stream in streams.items()}
     populations = {name: [cell.population for cell in row] for name, row in cells.items()}
     sizes, numbers = buckets.batches, buckets.numbers
-    if how.evaluate:
+    if sampling.evaluate:
         from headrace.loaders.sampling.schedule import Evaluation
 
         with_samples = [(name, b) for name, row in cells.items() for b, cell in enumerate(row) if len(cell.ids)]
         evaluation = Evaluation.of(
             [populations[name][b] for name, b in with_samples],
             [sizes[b] for _, b in with_samples],
-            seed=how.seed,
+            seed=sampling.seed,
             buckets=[b for _, b in with_samples],
             numbers=numbers,
         )
@@ -374,13 +382,13 @@ def _bucketed(
     if mixture is not None:
         from headrace.loaders.sampling.mixed_buckets import MixedBuckets
 
-        mixed = MixedBuckets.of(populations, sizes, numbers, **_mixture_options(mixture, how))
+        mixed = MixedBuckets.of(populations, sizes, numbers, **_mixture_options(mixture, sampling))
         return mixed, [cells[name][b] for name, b in mixed.streams]
     from headrace.loaders.sampling.buckets import Bucketed
 
     (name,) = streams
     schedule = Bucketed.of(
-        sizes, populations[name], numbers, seed=how.seed, shuffle=how.shuffle, drop_last=how.drop_last
+        sizes, populations[name], numbers, seed=sampling.seed, shuffle=sampling.shuffle, drop_last=sampling.drop_last
     )
     return schedule, [cells[name][b] for b in schedule.buckets]
 
@@ -390,13 +398,13 @@ def _sorted(stream: Stream, buckets: Bucketing) -> list[Stream]:
     return stream.divide(buckets.sort(stream))
 
 
-def _mixture_options(mixture: Mixture, how: Sampling) -> dict[str, Any]:
+def _mixture_options(mixture: Mixture, sampling: Sampling) -> dict[str, Any]:
     return {
         "weights": mixture.weights,
         "temperature": mixture.temperature,
         "epoch_batches": mixture.epoch_batches,
-        "seed": how.seed,
-        "shuffle": how.shuffle,
+        "seed": sampling.seed,
+        "shuffle": sampling.shuffle,
     }
 
 

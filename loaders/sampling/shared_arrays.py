@@ -282,9 +282,7 @@ def _folder_of(key: Sequence[str]) -> Path:
         user = private_directory(Path(tempfile.gettempdir(), f"headrace-{os.geteuid()}"))
         parent = private_directory(user / "arrays")
     except AccessDeniedError as error:
-        raise PermissionError(
-            str(error)
-        ) from error  # an OSError, so that `compute` catches it and no errors of the store
+        raise PermissionError(str(error)) from error  # `compute` catches OSErrors, not errors of the store
     if not is_local(parent):
         raise OSError(f"{parent} is not on a local file system, where a file that is in use may be removed")
     folder = parent / blake3.blake3(full_key.encode()).hexdigest()[:32]

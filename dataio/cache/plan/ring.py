@@ -79,18 +79,18 @@ class Ring:
         return next((file for file in rings if file.whole and file.needs(ranges) is not None), None)
 
     def open(
-        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, due: float, asked: bool
+        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, due: float, requested: bool
     ) -> CacheFile | None:
         """A new file for this read, which is due at `due`; None if there is no room.
 
-        `asked`: a request needs the file now. Prefetches leave a quarter of the ring to requests.
+        `requested`: a request needs the file now. Prefetches leave a quarter of the ring to requests.
         """
         tier = self.tier
         parts = extents_of(ranges, self._tiers.block_bytes)
         cost = sum(length for _, length in parts)
         if tier is None:
             return None
-        limit = self.base(tier) if asked else self.base(tier) * 3 // 4
+        limit = self.base(tier) if requested else self.base(tier) * 3 // 4
         if cost > limit or len(self._tiers.ring_files) >= self._tiers.max_ring_files:
             return None
         self._make_room(tier, cost, limit, due, out)
@@ -160,7 +160,7 @@ class Ring:
         if times > 1:
             self._keep(file)
 
-    def asked(self, file: CacheFile, stream: int, ranges: Ranges) -> None:
+    def requested(self, file: CacheFile, stream: int, ranges: Ranges) -> None:
         """The file was created for a read that the stream requests now.
 
         If the announcement names the read once, that may be this request. If it names it more often, the file is kept for
@@ -248,14 +248,14 @@ class ScatteredReads:
             if len(self._marked_stores) > STORES:
                 self._marked_stores.popitem(last=False)
 
-    def takes(self, obj: ObjectId, ranges: Ranges) -> bool:
+    def skips_blocks(self, obj: ObjectId, ranges: Ranges) -> bool:
         """Whether these ranges should be fetched without the rest of their blocks."""
         if obj.source not in self._marked_stores:
             return False
         size = len(blocks_of(ranges, self._block_bytes)) * self._block_bytes
         return 2 * sum(length for _, length in ranges) <= size
 
-    def took(self, obj: ObjectId, ranges: Ranges) -> Iterator[int]:
+    def count_fetched(self, obj: ObjectId, ranges: Ranges) -> Iterator[int]:
         """Count ranges that were fetched without their blocks; yields the blocks that are worth keeping now."""
         for offset, length in ranges:
             for block in blocks_of(((offset, length),), self._block_bytes):
