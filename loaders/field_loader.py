@@ -1,6 +1,6 @@
 """`Loader`: batches of fields, such as video, audio, latents, text and labels.
 
-Purpose: check that the fields go together, and create the plan and the processor. `headrace.loaders.loader` does the
+Purpose: check that the fields are compatible, and create the plan and the processor. `headrace.loaders.loader` does the
 rest.
 Invariants: those of `headrace.loaders.loader`. A sample is delivered if it has all required fields. Fields do not change
 the order of the samples, except by leaving samples out and by the number of clips or windows of each sample.
@@ -67,8 +67,8 @@ class FieldsConfig(LoaderConfig):
         transform (Callable): called as `transform(values, generator)` for each sample, with a dict of the values of the
             fields. It returns a dict, and may add, drop and rename values. Each sample has its own generator, which a
             resumed run seeds identically. Default: None.
-        collate (Mapping[str, Collate]): how entries that `transform` adds are made: "stack", "pad", "concat", "list" or
-            a function (see `Collate`). Default: tensors are stacked, other values are in lists.
+        collate (Mapping[str, Collate]): how entries that `transform` adds or replaces are made: "stack", "pad",
+            "concat", "list" or a function (see `Collate`). Default: tensors are stacked, other values are in lists.
     """
 
     url_or_dataset: str | os.PathLike[str] | Dataset | Mixture
@@ -86,7 +86,7 @@ class Loader(BaseLoader):
     Yields:
         A dict:
 
-        - Each field, by its name (see `Collate`). None in a batch without samples.
+        - Each field, by its name (see `Collate`). In a batch without samples, None or an empty list.
         - Further entries of a field, such as "<name>.start" of a clip. The documentation of the field lists them.
         - "id": int64 (B,), the samples' ids. "key": a list.
         - Each of `columns`, "source", "bucket", "sizes" and "dry", as in `VideoLoader`.
@@ -139,15 +139,15 @@ class Loader(BaseLoader):
 class _Fields:
     """The checked fields of a loader, and what the loader makes of them.
 
-    `videos` are the fields of pixels, `sounds` those of audio with its own windows, and `others` those that decode
-    files. `tracks` are the fields of audio of a clip, by the name of the field of its pixels.
+    `videos` are the `Video` fields, `audios` the `Audio` fields without `like`, and `others` those that decode files.
+    `tracks` maps the name of a `Video` field to the `Audio` field that is like it, and that field's name.
     """
 
     def __init__(self, config: FieldsConfig) -> None:
         self._config, self.named = config, _checked(config)
         named = self.named.items()
         self.videos = {name: one for name, one in named if isinstance(one, Video)}
-        self.sounds = {name: one for name, one in named if isinstance(one, Audio) and one.like is None}
+        self.audios = {name: one for name, one in named if isinstance(one, Audio) and one.like is None}
         self.others = {name: one for name, one in named if isinstance(one, Field)}
         self.tracks: dict[str, tuple[str, Audio]] = {}
         self._likes: dict[str, str] = {}
@@ -173,26 +173,26 @@ class _Fields:
             raise UsageError(
                 f"the fields {self.tracks[like][0]!r} and {name!r} are both like {like!r}", hint="leave one out"
             )
-        self.videos[like].spec(track.spec())  # checks that they go together
+        self.videos[like].spec(track.spec())  # checks that they are compatible
         self.tracks[like] = name, track
 
     def _check_parts(self) -> None:
-        """Check that all fields have as many clips or windows of each sample."""
-        media = [video.spec().clip for video in self.videos.values()] + [one.window for one in self.sounds.values()]
+        """Check that all fields make the same number of clips or windows of each sample."""
+        media = [video.spec().clip for video in self.videos.values()] + [one.window for one in self.audios.values()]
         several = any(one.start == "every" for one in media)
         several |= any(clip.per_video > 1 for clip in media if isinstance(clip, Clip))
         several |= any(window.per_sample > 1 for window in media if isinstance(window, Window))
         if several and len(set(map(repr, media))) > 1:
             raise UsageError(
-                "a field makes several parts of a sample, and another field makes other parts",
-                hint="give all fields of video the same clip; audio with like= follows a field of video",
+                "fields with several parts of a sample must have the same clip or window",
+                hint="give all Video fields the same clip; Audio with like= follows a Video field",
             )
 
     def parts_of(self, dataset: Dataset, ids: SampleIds) -> int | Small:
         """The number of clips or windows of each of these samples."""
         for video in self.videos.values():
             return clips_of(dataset, ids, video.spec().clip)
-        for sound in self.sounds.values():
+        for sound in self.audios.values():
             return windows_in(dataset, ids, sound.window)
         return 1
 
@@ -203,19 +203,19 @@ class _Fields:
         if isinstance(buckets, Buckets) and len(self.videos) == 1:
             (video,) = self.videos.values()
             return video_bucketing(buckets, video.spec())
-        if isinstance(buckets, Durations) and len(self.sounds) == 1 and not self.videos:
-            (sound,) = self.sounds.values()
+        if isinstance(buckets, Durations) and len(self.audios) == 1 and not self.videos:
+            (sound,) = self.audios.values()
             return audio_bucketing(buckets, sound.window)
         raise UsageError(
-            "buckets do not go with these fields",
-            hint="Buckets go with one Video field, Durations with one Audio field",
+            "buckets cannot be used with these fields",
+            hint="Buckets need one Video field; Durations need one Audio field and no Video field",
         )
 
     @property
     def condition(self) -> AllOf:
         """The samples that have all required fields."""
         conditions: list[HasValue | HasFiles] = [video.condition(self._video_buckets) for video in self.videos.values()]
-        if self.sounds:
+        if self.audios:
             conditions.append(HasValue("audio_codec"))
         if any(one.uses_caption for one in self._required):
             conditions.append(HasValue("text"))
@@ -227,9 +227,9 @@ class _Fields:
     def described(self) -> Any:
         """Describes the parts and the choice of samples in the loader's state.
 
-        With one field of pixels or sound and no required others, it is that of `VideoLoader` or `AudioLoader`.
+        With one `Video` or `Audio` field and no other required field, it is that of `VideoLoader` or `AudioLoader`.
         """
-        media = [video.spec().clip for video in self.videos.values()] + [one.window for one in self.sounds.values()]
+        media = [video.spec().clip for video in self.videos.values()] + [one.window for one in self.audios.values()]
         files = sorted({ext for one in self._required for ext in one.files})
         if any(one.uses_caption for one in self._required):
             files.append("text")
@@ -241,10 +241,10 @@ class _Fields:
 
     def processor(self, output: Output, delivery: DeliveryOptions, streams: Sequence[int]) -> Processor:
         """The processor of all fields. `streams` has the bucket of each stream."""
-        has_media = bool(self.videos or self.sounds)
+        has_media = bool(self.videos or self.audios)
         in_subprocess = self._config.subprocess_decoder(delivery.num_threads) if has_media else None
         media = [self._video_part(name, in_subprocess, output, streams) for name in self.videos]
-        media += [self._sound_part(name, in_subprocess, output, streams) for name in self.sounds]
+        media += [self._audio_part(name, in_subprocess, output, streams) for name in self.audios]
         aligned = {
             name: clip_specs(self.videos[like].spec(), self._video_buckets, streams)
             for name, like in self._likes.items()
@@ -268,10 +268,10 @@ class _Fields:
         processor = clips if audio is None else mels(clips, audio, device)
         return MediaFields(processor, names, draws=name == next(iter(self.videos)))
 
-    def _sound_part(
+    def _audio_part(
         self, name: str, in_subprocess: SubprocessDecoder | None, output: Output, streams: Sequence[int]
     ) -> MediaFields:
-        sound, spec = self.sounds[name], self.sounds[name].spec()
+        sound, spec = self.audios[name], self.audios[name].spec()
         buckets = self._config.buckets if isinstance(self._config.buckets, Durations) else None
         windows = windows_of(sound.window, buckets, streams)
         each = [WindowProcessor(one, replace_field(spec, seconds=one.seconds), in_subprocess) for one in windows]
@@ -297,7 +297,7 @@ class _Fields:
     def grouped(self, delivery: DeliveryOptions, streams: Sequence[int]) -> DeliveryOptions:
         """`delivery` with the groups of samples that one thread builds together."""
         config = self._config
-        if not self.videos and not self.sounds:
+        if not self.videos and not self.audios:
             threads = -(-delivery.num_threads // (1 + delivery.prefetch_batches))  # for each batch in preparation
             return replace(delivery, group=-(-(config.batch_size or 1) // threads))
         if len(self.videos) != 1:
@@ -307,8 +307,8 @@ class _Fields:
         if not registry.candidates(decoder, delivery.output.device.type)[0].shares_decoding:
             return delivery
         specs = clip_specs(video.spec(), self._video_buckets, streams)
-        alone = config.transform is not None or len(self.named) > 1
-        return replace(delivery, group_slots=together(specs, transformed=alone))
+        more_work = config.transform is not None or len(self.named) > 1
+        return replace(delivery, group_slots=together(specs, transformed=more_work))
 
 
 def _checked(config: FieldsConfig) -> dict[str, AnyField]:
@@ -323,7 +323,10 @@ def _checked(config: FieldsConfig) -> dict[str, AnyField]:
     for name, described in fields.items():
         one = field_from(described) if isinstance(described, Mapping) else described
         if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED:
-            raise UsageError(f"a field cannot be called {name!r}", hint="give a Python identifier that no entry has")
+            raise UsageError(
+                f"a field cannot be called {name!r}",
+                hint="give a Python identifier other than those of Headrace's entries",
+            )
         if name in config.columns:
             raise UsageError(f"{name!r} is both a field and one of columns", hint="rename the field")
         if not isinstance(one, Field | Video | Audio):

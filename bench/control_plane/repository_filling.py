@@ -1,8 +1,11 @@
 """Fills a repository with committed steps for `headrace.bench.control_plane.repository`, without running their saves.
 
-Every rank has four tensors of a few integers. Their values depend on the step and the rank. Three tensors are sharded
-over all ranks. Each rank has a tensor "own" with other values. The tensor "frozen" is the same in all steps. It is
-stored in the packs of the first step only. The manifests of later steps reference these packs, as after deduplication.
+Every rank has four tensors of a few integers:
+
+- "weight" and "moment" are sharded over all ranks. Their values depend on the step.
+- "frozen" is sharded, too, and is the same in all steps. It is stored in the packs of the first step only. The manifests
+  of later steps reference these packs, as after deduplication.
+- "own" is rank-local. Its values are the step and the rank.
 
 Invariant: the objects have the keys and the contents that a saver would write. Attempt ids depend on the step only, so
 another process can add a step later.
@@ -37,7 +40,7 @@ THREADS = 32
 """The number of threads that write objects."""
 _STRIDE = 10**6
 """The difference between the values of two steps."""
-_START, _BETWEEN = 1_780_000_000, 60
+_START, _INTERVAL = 1_780_000_000, 60
 """The time of the first commit, in seconds since the epoch, and the seconds between two commits."""
 _WORKER = "00000000"
 _TREE = tree.encode({**{name: tree.TensorRef(name) for name in (*SHARDED, "own")}, "format": "filled"})
@@ -45,7 +48,7 @@ _TREE = tree.encode({**{name: tree.TensorRef(name) for name in (*SHARDED, "own")
 
 def attempt_of(step: int) -> str:
     """The id of the only attempt to save the step."""
-    return names.id_from_bytes((1000 * (_START + _BETWEEN * step)).to_bytes(6, "big") + step.to_bytes(10, "big"))
+    return names.id_from_bytes((1000 * (_START + _INTERVAL * step)).to_bytes(6, "big") + step.to_bytes(10, "big"))
 
 
 def elements(name: str, step: int, first: int, count: int) -> list[int]:
@@ -95,7 +98,7 @@ def add_step(store: Store, step: int, ranks: int) -> None:
 
 def _add(store: Store, step: int, ranks: int, pool: Executor) -> None:
     summaries = list(pool.map(lambda rank: _write_rank(store, step, rank, ranks), range(ranks)))
-    for key, data in closing_objects(RUN, step, attempt_of(step), summaries, _START + _BETWEEN * step):
+    for key, data in closing_objects(RUN, step, attempt_of(step), summaries, _START + _INTERVAL * step):
         store.put(key, data)
 
 
@@ -142,13 +145,13 @@ def _manifest(step: int, rank: int, ranks: int, entry: pack.Entry, frozen: bytes
         attempt=attempt_of(step),
         rank=rank,
         world_size=ranks,
-        created=float(_START + _BETWEEN * step),
+        created=float(_START + _INTERVAL * step),
         bases=(Base(1, step - 1, attempt_of(step - 1)),) if step > 1 else (),
         packs=packs,
         chunks=chunks,
         tensors=_tensors(rank, ranks),
         tree=_TREE,
-        replicas=_plan(ranks),
+        replicas=_plan_digest(ranks),
         bytes_state=size,
         bytes_written=size - deduplicated,
         bytes_deduplicated=deduplicated,
@@ -172,6 +175,6 @@ def _tensors(rank: int, ranks: int) -> tuple[Tensor, ...]:
 
 
 @cache
-def _plan(ranks: int) -> bytes:
+def _plan_digest(ranks: int) -> bytes:
     """The plan digest of all steps."""
     return group.plan_digest([group.share_digest(_specs(rank, ranks)) for rank in range(ranks)])

@@ -84,8 +84,8 @@ def alternate(
     samples |= {candidate.name: Samples() for candidate in candidates}
     for number in range(rounds):
         first = number % max(1, len(candidates))
-        for place, candidate in enumerate((*candidates[first:], *candidates[:first])):
-            progress(candidate.name, (number * len(candidates) + place) / (rounds * len(candidates)))
+        for position, candidate in enumerate((*candidates[first:], *candidates[:first])):
+            progress(candidate.name, (number * len(candidates) + position) / (rounds * len(candidates)))
             _run(candidate, samples[candidate.name], seconds)
     return samples
 
@@ -124,7 +124,7 @@ def _run(candidate: Candidate, samples: Samples, seconds: float) -> None:
         errors = [str(message) for message in printed.pop("errors", [])]
         figures = {name: float(value) for name, value in printed.items()}
     except (ValueError, IndexError, AttributeError, TypeError):
-        samples.errors.append(f"printed no figures but {completed.stdout[-200:]!r}")
+        samples.errors.append(f"printed {completed.stdout[-200:]!r} instead of figures")
         return
     samples.errors += errors
     for name, counts in histograms.items():
@@ -136,7 +136,7 @@ def _run(candidate: Candidate, samples: Samples, seconds: float) -> None:
         samples.metrics.setdefault(metric, []).append(value)
 
 
-# --- processor and memory
+# --- CPU and memory
 
 
 class Meter:
@@ -209,7 +209,7 @@ class TreeMemory:
 
 
 def _descendants(pid: str) -> list[str]:
-    return [pid, *(below for child in children(pid) for below in _descendants(child))]
+    return [pid, *(descendant for child in children(pid) for descendant in _descendants(child))]
 
 
 # --- latencies
@@ -254,10 +254,10 @@ class Latencies:
 
     def percentile(self, share: float) -> float:
         """Return the seconds that a `share` (0 to 1) of all latencies did not exceed; 0 if there are none."""
-        least, so_far = share * self.total, 0
+        needed, so_far = share * self.total, 0
         for at, count in sorted(self.counts.items()):
             so_far += count
-            if so_far >= least:
+            if so_far >= needed:
                 return at
         return 0.0
 

@@ -1,10 +1,11 @@
-"""Images for the loader benchmark: JPEGs of the sizes of photographs, and the candidates that decode them.
+"""Images for the loader benchmark: synthetic JPEGs, and the candidates that decode them.
 
-The upper bound ("floor") is our decoder alone: images read from files, decoded and cropped by as many threads, without
-batches, plan or digests. Most pipelines use Pillow. SPDL decodes with FFmpeg, DALI with libjpeg-turbo.
+The upper bound ("floor") is our decoder alone: images read from files, decoded and cropped by the same number of
+threads, without batches, plan or digests. Most pipelines use Pillow. SPDL decodes with FFmpeg, DALI with libjpeg-turbo.
 
 Invariants: an image depends only on its number. Each candidate delivers every image once, uint8 (B, 3, size, size):
-scaled with a bilinear, antialiased filter to cover the size, and cropped around the centre.
+scaled with an antialiased filter to cover the size, and cropped around the centre. The filter is bilinear, except in
+SPDL, where it is FFmpeg's default (bicubic).
 
 Failure behaviour: an exception of a library ends the candidate's process.
 """
@@ -64,8 +65,8 @@ class Images:
 
     def sides(self, number: int) -> tuple[int, int]:
         """Return the height and width of image `number`."""
-        room = self.longest - self.shortest + 1
-        return self.shortest + 7919 * number % room, self.shortest + 6271 * number % room
+        lengths = self.longest - self.shortest + 1
+        return self.shortest + 7919 * number % lengths, self.shortest + 6271 * number % lengths
 
     def described(self, files: int) -> str:
         """Return one line that describes an epoch."""
@@ -75,11 +76,11 @@ class Images:
         """Write `count` images, of which only the first `DISTINCT` are encoded."""
         from PIL import Image
 
-        def one(path: Path, number: int) -> None:
+        def write_image(path: Path, number: int) -> None:
             progress(f"making {self.name}", number / DISTINCT)
             Image.fromarray(_pixels(*self.sides(number), number)).save(path, quality=QUALITY)
 
-        repeat_files(folder, "jpg", count, DISTINCT, one)
+        repeat_files(folder, "jpg", count, DISTINCT, write_image)
 
     def ours(self) -> dict[str, Peer]:
         """Headrace and the floor."""
@@ -134,8 +135,8 @@ def pillow(data: bytes, kind: Images) -> torch.Tensor:
         height, width = _covering(image.height, image.width, kind.size)
         top, left = (height - kind.size) // 2, (width - kind.size) // 2
         scaled = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
-        cut = scaled.crop((left, top, left + kind.size, top + kind.size))
-        return torch.from_numpy(np.array(cut)).permute(2, 0, 1)[None].contiguous()
+        cropped = scaled.crop((left, top, left + kind.size, top + kind.size))
+        return torch.from_numpy(np.array(cropped)).permute(2, 0, 1)[None].contiguous()
 
 
 def _spdl(named: tuple[str, bytes | str], kind: Images) -> torch.Tensor:

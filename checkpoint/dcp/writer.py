@@ -7,8 +7,8 @@ Order of a save:
 3. Each rank stores its part. The last rank commits the step.
 
 Invariant: values other than tensors are rank-local. So are plain tensors below 64 KiB (generator states, positions).
-DCP's own writers would keep only one rank's. Bytes are copied from the tensors into packs through a ring of 64 MiB. A
-writer that another process unpickles saves on behalf of the process that sent it.
+DCP's own writers keep those of one rank only. Bytes are copied from the tensors into packs through a ring buffer of 64
+MiB. A writer that another process unpickles saves on behalf of the process that sent it.
 
 Failure behaviour: a rank that fails aborts the attempt, so the other ranks do not wait for it. No part of the step is
 then visible. A step is never overwritten: a second save raises `ConflictError`. DCP raises all of these as
@@ -50,14 +50,14 @@ Key = tuple[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldParts:
     """A rank's message to the coordinator. It lists the parts that the rank holds, with their sizes."""
 
     parts: tuple[tuple[Key, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Orders:
+class _Assignment:
     """The coordinator's message to a rank. `ticket` is an encoded `Ticket`, `plan` the plan digest of a large job."""
 
     ticket: bytes
@@ -104,7 +104,7 @@ class RepositoryWriter(StorageWriter):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if compression not in COMPRESSIONS:
-            raise UsageError(f"no compression {compression!r}", hint=f"there are: {', '.join(COMPRESSIONS)}")
+            raise UsageError(f"unknown compression {compression!r}", hint=f"use one of: {', '.join(COMPRESSIONS)}")
         self._url, self._options, self._run = url, dict(storage_options or {}), names.check_run(run)
         self._step = None if step is None else names.check_step(step)
         self._compression, self._timeout, self._gds = compression, timeout, gds
@@ -126,7 +126,7 @@ class RepositoryWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
-                "saving without collectives makes a checkpoint of each rank", hint="leave use_collectives=True"
+                "without collectives, DCP saves a separate checkpoint for each rank", hint="leave use_collectives=True"
             )
         if self._step is None:
             raise UsageError("no step is given", hint="RepositoryWriter(url, run=..., step=...), or checkpoint_id=step")
@@ -138,7 +138,7 @@ class RepositoryWriter(StorageWriter):
         self._paths = plan.planner_data
         self._own_items = [item for item in plan.items if _is_own(item)]
         shared = [item for item in plan.items if not _is_own(item)]
-        parts = _Held(tuple((_key(item), _nbytes(item)) for item in shared))
+        parts = _HeldParts(tuple((_key(item), _nbytes(item)) for item in shared))
         return dataclasses.replace(plan, items=shared, storage_data=parts)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -147,9 +147,9 @@ class RepositoryWriter(StorageWriter):
         with self._store() as store:
             ticket = msgspec.msgpack.encode(session.new_ticket(store, self._run, self._step, self._overwrite))
         shares = _assign_parts(plans)
-        agreed = _plan_digest(shares) if names.is_grouped(len(plans)) else b""
+        digest = _plan_digest(shares) if names.is_grouped(len(plans)) else b""
         return [
-            dataclasses.replace(plan, items=items, storage_data=_Orders(ticket, rank, len(plans), agreed))
+            dataclasses.replace(plan, items=items, storage_data=_Assignment(ticket, rank, len(plans), digest))
             for rank, (plan, items) in enumerate(zip(plans, shares, strict=True))
         ]
 
@@ -157,9 +157,9 @@ class RepositoryWriter(StorageWriter):
         """Store this rank's part. Returns after all ranks have committed the step."""
         if getattr(planner, "_enable_plan_caching", False):
             raise _caching_error()
-        orders: _Orders = plan.storage_data
+        assignment: _Assignment = plan.storage_data
         with self._store() as store:
-            share = self._share(orders)
+            share = self._share(assignment)
             try:
                 tensors, specs, tree = self._tensors_and_tree(plan.items, planner)
             except BaseException as error:
@@ -171,11 +171,11 @@ class RepositoryWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Do nothing. In `write_data`, a rank has committed the step, after all ranks stored their manifests."""
+        """Do nothing. A rank committed the step in `write_data`, after all ranks had stored their manifests."""
 
     def __getstate__(self) -> dict[str, Any]:
         if isinstance(self._url, Store):
-            raise UsageError("an open store cannot go to another process", hint="give RepositoryWriter the URL")
+            raise UsageError("an open store cannot be sent to another process", hint="give RepositoryWriter the URL")
         return self.__dict__ | {"_session": session.export_session()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,18 +204,18 @@ class RepositoryWriter(StorageWriter):
         specs += [TensorSpec(leaf.name, leaf.local.dtype, leaf.local.box, False) for leaf in inside]
         return tensors, specs, tree
 
-    def _share(self, orders: _Orders) -> RankSave:
+    def _share(self, assignment: _Assignment) -> RankSave:
         assert self._step is not None
-        ticket = msgspec.msgpack.decode(orders.ticket, type=Ticket)
+        ticket = msgspec.msgpack.decode(assignment.ticket, type=Ticket)
         return RankSave(
             self._run,
             self._step,
             ticket,
-            orders.rank,
-            orders.world_size,
+            assignment.rank,
+            assignment.world_size,
             self._compression,
             self._timeout,
-            orders.plan,
+            assignment.plan,
         )
 
 
@@ -240,17 +240,17 @@ def _assign_parts(plans: list[SavePlan]) -> list[list[WriteItem]]:
     holders: dict[Key, list[int]] = {}
     sizes: dict[Key, int] = {}
     for rank, local in enumerate(plans):
-        for key, nbytes in local.storage_data.parts if isinstance(local.storage_data, _Held) else ():
+        for key, nbytes in local.storage_data.parts if isinstance(local.storage_data, _HeldParts) else ():
             holders.setdefault(key, []).append(rank)
             sizes[key] = nbytes
     if any(key not in holders for key in items):
         return [local.items for local in plans]
     texts = {repr(key): key for key in items}
     writers = assign_writers((text, sizes[key], holders[key]) for text, key in texts.items())
-    spread: list[list[WriteItem]] = [[] for _ in plans]
+    shares: list[list[WriteItem]] = [[] for _ in plans]
     for text, key in texts.items():
-        spread[writers[text]].append(items[key])
-    return spread
+        shares[writers[text]].append(items[key])
+    return shares
 
 
 def _plan_digest(shares: Sequence[Sequence[WriteItem]]) -> bytes:
@@ -264,7 +264,7 @@ def _plan_digest(shares: Sequence[Sequence[WriteItem]]) -> bytes:
         digests.append(group.share_digest(specs))
     for name, parts in boxes.items():
         if problem := coverage_error(parts):
-            raise MismatchError(f"tensor {name!r:.200}: {problem}", hint="nothing was saved; see the planner")
+            raise MismatchError(f"tensor {name!r:.200}: {problem}", hint="nothing was saved; check the planner")
     return group.plan_digest(digests)
 
 
@@ -299,13 +299,13 @@ def _tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
 
 
 def _value(planner: SavePlanner, item: WriteItem) -> object:
-    look: Any = getattr(planner, "lookup_object", None)
-    if look is None:
+    lookup: Any = getattr(planner, "lookup_object", None)
+    if lookup is None:
         raise UnsupportedError(
             f"{type(planner).__name__} gives values other than tensors as pickles only",
             hint="derive the planner from DefaultSavePlanner",
         )
-    return look(item.index)
+    return lookup(item.index)
 
 
 def _caching_error() -> UnsupportedError:

@@ -2,15 +2,21 @@
 
 A save opens a timeline when a trainer starts on the run, and when the trainer begins a branch.
 
-Invariant: a new timeline has a higher number than all others, and one writer opens it (`put_if_absent`). A timeline
-stops the writers of older ones at once. It hides steps of older timelines only after one of its own steps was decided.
-The reason is that a store may open a timeline long after the writer gave up. Readers follow the newest timeline that has
-a decided step. The latest step is the newest committed step of that timeline. If there is none, the
-latest step is the newest step of the parent, up to the step where the child branched off, and so on. A parent is
-always older than its child. Numbers have no gaps and documents are never removed. So if a timeline has objects but no
-document, the document was lost.
+Invariants:
+
+* A new timeline has a higher number than all others, and one writer opens it (`put_if_absent`).
+* A timeline stops the writers of older ones at once. It hides steps of older timelines only after one of its own steps
+  was decided, because a late write may open a timeline after its writer gave up.
+* Readers follow the newest timeline that has a decided step. The latest step is the newest committed step of that
+  timeline. If there is none, it is the newest committed step of the parent, up to the step where the child branched
+  off, and so on.
+* A parent is always older than its child.
+* Numbers have no gaps and documents are never removed. So if a timeline has objects but no document, the document was
+  lost.
+
 Failure behaviour: `ConflictError` if other processes open all timelines that this one tries to open. `CorruptionError`
-for a parent that is not older, and if the newest timeline's document is lost. An older timeline must not replace it.
+for a parent that is not older, and if the newest timeline's document is lost. Readers do not fall back to an older
+timeline in that case.
 """
 
 from __future__ import annotations
@@ -41,7 +47,7 @@ _opened = declare("ckpt.timeline-opened", "an empty timeline: the latest step is
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of a branch that lies in one timeline: its steps up to `upto`, or all of them."""
+    """The part of a branch that is in one timeline: its steps up to `upto`, or all of them."""
 
     timeline: int
     upto: int | None
@@ -130,7 +136,7 @@ def newest(store: Store, run: str) -> Timeline | None:
 
 
 def followed(store: Store, run: str) -> int:
-    """The number of the timeline that readers follow: the newest one in which a step was decided; 0 for no timeline.
+    """The number of the timeline that readers follow: the newest one in which a step was decided; 0 if there is none.
 
     If no timeline has such a step, it is the newest timeline.
     """

@@ -9,7 +9,7 @@ in a shell. "model" and "model/*" match the whole model. "*/lora_*" matches ever
 Objects that load their own state (optimizers, loaders) and plain values are restored as a whole. "optimizer" and
 "optimizer/*" match such an object. No pattern matches a part of it.
 
-Invariant: this module only compares and plans. The caller's state is unchanged until every name, shape and type is
+Invariant: this module only compares and plans. The caller's state is unchanged until every name, shape and dtype is
 known to fit. An entry is selected if both are true:
 
 - `include` is empty, or one of its patterns matches the entry or a container of it.
@@ -17,9 +17,9 @@ known to fit. An entry is selected if both are true:
 
 Modules, dicts, and lists with tensors are restored entry by entry.
 
-Failure behaviour: `MismatchError` describes the entries that are missing, unexpected, or of another shape, type or
+Failure behaviour: `MismatchError` describes the entries that are missing, unexpected, or of another shape, dtype or
 kind. It names the first `_MAX_NAMED` of them and counts the rest. `UsageError` is raised for more than `MOST` patterns,
-or for a pattern that is not text.
+and for a pattern that is empty or not a string.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Fitter:
         self.plan.problems.append(f"{path or 'the state'}: {problem}")
 
     def value(self, current: Any, saved: object, path: str) -> object:
-        """The value that the parent is to hold. It is `current` itself if it is changed in place or not restored."""
+        """The value for the container to hold. It is `current` itself if that is changed in place or not restored."""
         if (
             isinstance(current, dict)
             and isinstance(saved, ValueNode)
@@ -103,7 +103,7 @@ class _Fitter:
         if is_stateful(current) and tensors.kind_of(current) == MODULE:
             self._module(current, saved, path)
             return current
-        if not self._selection.takes(path):
+        if not self._selection.selects(path):
             return current
         if isinstance(current, torch.Tensor):
             self.tensor(current, saved, path)
@@ -120,7 +120,7 @@ class _Fitter:
             return self.sequence(current, saved, path)
         if isinstance(saved, ValueNode) and saved.kind in _SEQUENCES and isinstance(current, (tuple, deque)):
             return self._sequence_of(current, saved, path)
-        if self._selection.takes(path):
+        if self._selection.selects(path):
             self.report(path, f"a {type(current).__name__} in the state, {kind_name(saved)} in the checkpoint")
         return current
 
@@ -129,12 +129,12 @@ class _Fitter:
         try:
             sequence = values.decode(saved)  # its items are still nodes of the tree
         except MismatchError as error:
-            if self._selection.takes(path):
+            if self._selection.selects(path):
                 self.report(path, str(error))
             return current
         if type(sequence) is type(current) and getattr(sequence, "maxlen", None) == getattr(current, "maxlen", None):
             return self.sequence(current, sequence, path)
-        if self._selection.takes(path):
+        if self._selection.selects(path):
             self.report(path, f"{_kind_and_limit(current)} in the state, {_kind_and_limit(sequence)} in the checkpoint")
         return current
 
@@ -176,7 +176,7 @@ class _Fitter:
         elif (saved.dtype, saved.shape) != current_meta:
             self.report(
                 path,
-                f"{saved.dtype}{list(saved.shape)} in the checkpoint, {current_meta} in the state; both have no bytes",
+                f"{saved.dtype}{list(saved.shape)} in the checkpoint, {current_meta} in the state; both are on the meta device",
             )
 
     def _parts(self, current: Any, saved: PartsNode, path: str) -> None:
@@ -209,7 +209,7 @@ class _Fitter:
         module = tensors.unwrap(wrapped)
         current = state_of(module, path)
         if not isinstance(saved, StatefulNode) or saved.kind != MODULE:
-            if self._selection.takes(path):
+            if self._selection.selects(path):
                 self.report(path, f"a {type(module).__name__} in the state, {kind_name(saved)} in the checkpoint")
         elif not isinstance(current, dict) or not isinstance(saved.state, dict):
             self.report(path, "its state is not a dict")
@@ -259,9 +259,9 @@ class _Fitter:
             if current_shape != shape:
                 self.report(path, f"shape {list(shape)} in the checkpoint, {list(current_shape)} in the state")
                 return None
-        model = current if isinstance(current, torch.Tensor) else param
-        fits = isinstance(model, torch.Tensor) and tuple(model.shape) == shape and shape != ()
-        return self._build.tensor(saved.name, model if fits else None)
+        like = current if isinstance(current, torch.Tensor) else param
+        fits = isinstance(like, torch.Tensor) and tuple(like.shape) == shape and shape != ()
+        return self._build.tensor(saved.name, like if fits else None)
 
     def items(self, current: dict[Any, Any], saved: dict[Any, Any], path: str) -> object:
         for key, value in self._common(current, saved, path):
@@ -272,7 +272,7 @@ class _Fitter:
 
     def sequence(self, current: Any, saved: Any, path: str) -> object:
         if len(current) != len(saved):
-            if self._selection.takes(path):
+            if self._selection.selects(path):
                 self.report(path, f"{len(saved)} entries in the checkpoint, {len(current)} in the state")
             return current
         new = [self.value(a, b, join(path, i)) for i, (a, b) in enumerate(zip(current, saved, strict=True))]
@@ -293,7 +293,7 @@ class _Fitter:
 
     def _missing(self, paths: Iterable[str], problem: str) -> None:
         for path in paths:
-            if self._selection.takes(path):
+            if self._selection.selects(path):
                 if self._selection.strict:
                     self.report(path, problem)
                 else:
@@ -311,8 +311,8 @@ class _Fitter:
         return False
 
 
-def _setter(holder: Any, key: object, value: object) -> Callable[[], object]:
-    return lambda: holder.__setitem__(key, value)
+def _setter(container: Any, key: object, value: object) -> Callable[[], object]:
+    return lambda: container.__setitem__(key, value)
 
 
 def _kind_and_limit(value: Any) -> str:
@@ -331,8 +331,8 @@ MOST = 1000
 class Selection:
     """The entries to restore.
 
-    `strict`: an entry that only one side has is an error. Otherwise, it is skipped.
-    `cast`: a tensor of another type is converted. Otherwise, it is an error.
+    `strict`: an entry that only the state or only the checkpoint has is an error. Otherwise, it is skipped.
+    `cast`: a tensor of another dtype is converted. Otherwise, it is an error.
     `force`: objects that match load a state that does not match them, if their `load_state_dict` has the argument.
     """
 
@@ -356,7 +356,7 @@ class Selection:
         included = _checked_patterns(include if include is not None else ())
         return cls(included, _checked_patterns(exclude), strict, cast, _checked_patterns(force))
 
-    def takes(self, path: str) -> bool:
+    def selects(self, path: str) -> bool:
         """Whether the entry at `path` is selected."""
         if self._matches("exclude", self.exclude, path):
             return False

@@ -7,7 +7,7 @@ below, so an option has the same name, type and help everywhere:
     def ls(args: argparse.Namespace) -> int:
         ...
 
-To get help, shell completion and error reports, add its name to `headrace.dataio.cli`.
+Add the command's name to `headrace.dataio.cli`, which adds help, shell completion and error reports.
 
 Invariants: standard output has results only (with `--json`, JSON only). Progress goes to standard error, and only to a
 terminal. A command that deletes or replaces something prints its plan, and changes nothing without `--apply`.
@@ -128,7 +128,7 @@ def version() -> Argument:
 
 
 def trust_mounts() -> Argument:
-    """--trust-mounts: whether a dataset may refer to other places."""
+    """--trust-mounts: whether a dataset may refer to other stores."""
     return argument(
         "--trust-mounts",
         action="store_true",
@@ -219,7 +219,7 @@ def print_json_line(value: object) -> None:
 
 
 def one_line(text: object) -> str:
-    """Replace line breaks and terminal escapes in `text` by `?`. Names from files may contain both."""
+    """Replace line breaks and terminal escapes in `text` with `?`. Names from files may contain both."""
     return "".join(c if c.isprintable() or c == "\t" else "?" for c in str(text))
 
 
@@ -241,7 +241,7 @@ def print_rows(rows: Sequence[tuple[str, str]]) -> None:
 
 
 def byte_rate(size: int, seconds: float) -> str:
-    """Format an amount, its time and the rate: `3.1 MiB in 2.0 s (1.6 MB/s)`."""
+    """Format a size, a duration and the rate: `3.1 MiB in 2.0 s (1.6 MB/s)`."""
     return f"{limits.format_bytes(size)} in {seconds:.1f} s ({size / 1e6 / max(seconds, 1e-3):.1f} MB/s)"
 
 

@@ -1,7 +1,7 @@
-"""Headrace's metrics in one registry, with names by the conventions of Prometheus.
+"""The metrics that every process counts, in one registry. Names follow the conventions of Prometheus.
 
-Invariant: every metric is declared in this file, with its unit in its name. Label values are from small fixed sets
-(never a key, a URL or a step), so the number of time series is bounded.
+Invariant: every metric of the registry is declared in this file, with its unit in its name. Label values are from small
+fixed sets (never a key, a URL or a step), so the number of time series is bounded.
 
 Failure behaviour: counting never raises for a declared set of labels.
 """
@@ -19,7 +19,7 @@ store_requests = Counter(
 )
 store_seconds = Histogram(
     "headrace_store_seconds",
-    "Duration of each attempt of a store operation; for listings, including the time of the caller",
+    "Duration of each attempt of a store operation; for listings, it includes the time of the caller",
     ["backend", "operation"],
     buckets=_SECONDS,
     registry=REGISTRY,

@@ -45,13 +45,13 @@ class Process:
     first: int | None = None
     last: int = 0
 
-    def add(self, name: str, began: int, lasted: int) -> None:
+    def add(self, name: str, start: int, duration: int) -> None:
         if name not in self.spans and len(self.spans) >= NAMES:
             name = OTHERS
-        self.spans.setdefault(name, Sum()).add(1, lasted, lasted)
+        self.spans.setdefault(name, Sum()).add(1, duration, duration)
         if name in (WAIT, SAVE):
-            self.first = began if self.first is None else min(self.first, began)
-            self.last = max(self.last, began + lasted)
+            self.first = start if self.first is None else min(self.first, start)
+            self.last = max(self.last, start + duration)
 
     @property
     def seconds(self) -> float:
@@ -90,7 +90,7 @@ def trained(processes: list[Process]) -> list[Process]:
 
 
 def by_name(processes: list[Process]) -> dict[str, tuple[Sum, Process]]:
-    """Return the sum over all processes for each name, and the process with the largest sum; the largest sum first."""
+    """Return the sum over all processes for each name, largest first, and the process with the largest sum."""
     largest: dict[str, tuple[Sum, Process]] = {}
     for process in processes:
         for name, span_sum in process.spans.items():

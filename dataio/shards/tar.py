@@ -114,7 +114,7 @@ def stream(layouts: Sequence[MemberLayout], payloads: Iterable[Iterable[bytes]])
         if length != member.length:
             raise TransientError(
                 f"{member.name} changed while it was being packed: {length} bytes instead of {member.length}",
-                hint="pack again when nothing writes to the input",
+                hint="pack again when no other process writes to the input",
             )
         yield bytes(padded(length) - length)
     yield END
@@ -137,7 +137,7 @@ def compressed_by(head: bytes) -> str | None:
 def scan(read_at: ReadAt, size: int, shard: str) -> Iterator[TarMember]:
     """Yield the members of an archive of `size` bytes, in order. `shard` is its name in errors.
 
-    Directories, and members whose names have no key and extension (no dot, or a leading dot), are skipped as in
+    Directories, and members whose names have no key and extension (no dot, or a leading dot), are skipped, as in
     WebDataset.
     """
     buffer = _ReadBuffer(read_at, size)
@@ -176,7 +176,7 @@ def samples(read_at: ReadAt, size: int, shard: str) -> Iterator[tuple[str, Itera
     `MAX_SAMPLE_MEMBERS` raises `UnsupportedError`.
     """
     for key, run in itertools.groupby(scan(read_at, size, shard), key=lambda member: member.key):
-        yield key, _at_most_max(run, key, shard)
+        yield key, _limited(run, key, shard)
 
 
 def too_many(key: str) -> str:
@@ -184,11 +184,11 @@ def too_many(key: str) -> str:
     return f"the sample {key!r} has more than {MAX_SAMPLE_MEMBERS} members"
 
 
-def _at_most_max(run: Iterator[TarMember], key: str, shard: str) -> Iterator[TarMember]:
+def _limited(run: Iterator[TarMember], key: str, shard: str) -> Iterator[TarMember]:
     for number, member in enumerate(run):
         if number == MAX_SAMPLE_MEMBERS:
             raise UnsupportedError(
-                f"{shard}: {too_many(key)}, up to that at offset {member.header}",
+                f"{shard}: {too_many(key)}; the first one above the limit is at offset {member.header}",
                 hint="give each sample its own key: the part of a name before the first dot",
             )
         yield member
@@ -218,8 +218,9 @@ def _read_header(buffer: _ReadBuffer, position: int, size: int, shard: str) -> b
         if position + 2 * BLOCK > size or any(buffer.read(position + BLOCK, BLOCK)):
             raise CorruptionError(f"{shard}: truncated or damaged end-of-archive mark at offset {position}")
         return None
-    blanked = block[:148] + b" " * 8 + block[156:]
-    sums = sum(blanked), sum(b - 256 if b > 127 else b for b in blanked)  # old tars summed signed bytes
+    without_checksum = block[:148] + b" " * 8 + block[156:]
+    signed_sum = sum(b - 256 if b > 127 else b for b in without_checksum)  # of old tar programs
+    sums = sum(without_checksum), signed_sum
     if _number(block[148:156], shard, position) not in sums:
         raise CorruptionError(f"{shard}: damaged header at offset {position}: its checksum does not match")
     return block
@@ -233,7 +234,7 @@ def _number(field: bytes, shard: str, position: int) -> int:
         return value
     text = field.rstrip(b"\0 ").lstrip(b" ")
     if not re.fullmatch(rb"[0-7]*", text):
-        raise CorruptionError(f"{shard}: header at offset {position} holds {text!r} where a number belongs")
+        raise CorruptionError(f"{shard}: header at offset {position} holds {text!r} in place of a number")
     return int(text or b"0", 8)
 
 
@@ -299,7 +300,7 @@ def _check_type(type_flag: bytes, name: str, shard: str, position: int) -> None:
         raise UnsupportedError(f"{shard}: {name!r} at offset {position} is a {kind}; a shard holds only regular files")
     segments = name.rstrip("/").split("/")
     if not name or name.startswith("/") or ".." in segments or "\0" in name or "\\" in name:
-        raise UnsupportedError(f"{shard}: the name {name!r} at offset {position} could leave its folder")
+        raise UnsupportedError(f"{shard}: the name {name!r} at offset {position} could point outside its folder")
 
 
 def _check_inside(start: int, length: int, size: int, shard: str, position: int) -> None:
@@ -313,7 +314,7 @@ def _check_inside(start: int, length: int, size: int, shard: str, position: int)
 
 
 def dali_index(dataset: Dataset, shard: str) -> str:
-    """Return the index file of a shard for DALI's `readers.webdataset`, which can then read it without scanning.
+    """Return the index file of a shard for DALI's `readers.webdataset`, which then does not scan the shard.
 
     The file has one line for each sample, in the order of the shard, with the extension, payload offset and length of
     each member. The offsets come from the sample index, so they are also correct for members with pax and GNU headers.
@@ -323,7 +324,7 @@ def dali_index(dataset: Dataset, shard: str) -> str:
         shard: the key of the shard, one of `dataset.document.shards`.
 
     Returns:
-        The text of the file. Write it to a file, and give that to DALI as `index_paths`.
+        The text of the file. Write it to a file, and pass the file's path to DALI in `index_paths`.
 
     Raises:
         NotFoundError: the version does not have this shard.
@@ -334,7 +335,9 @@ def dali_index(dataset: Dataset, shard: str) -> str:
     table = dataset.columns(["shard", "members"])
     rows = table.filter(pc.equal(table["shard"], shard))["members"]
     if shard not in {known.key for known in dataset.document.shards}:
-        raise NotFoundError(f"{dataset.url} version {dataset.version} has no shard {shard!r}", hint="`headrace info`")
+        raise NotFoundError(
+            f"{dataset.url} version {dataset.version} has no shard {shard!r}", hint="see `headrace info`"
+        )
     return "\n".join([f"{_DALI_VERSION} {len(rows)}", *(_dali_line(members.as_py(), shard) for members in rows)]) + "\n"
 
 

@@ -1,6 +1,6 @@
 """The sidecar's client API: `open_reader` for shards, `Sidecar.find(...).stage(...)` for saves.
 
-Invariant: importing this module loads neither msgspec messages nor sockets; `Sidecar` and `StagedJob` are loaded on
+Invariant: importing this module imports neither the protocol nor `socket`. `Sidecar` and `StagedJob` are imported on
 first use.
 Failure behaviour: without a daemon, `open_reader` returns a reader that reads inside the process, and logs this once.
 """
@@ -28,7 +28,7 @@ _log = get_logger(__name__)
 
 
 def __getattr__(name: str) -> object:
-    """Load the connection's modules only when they are used."""
+    """Import the modules of the connection only when they are used."""
     if name in _LAZY:
         return getattr(importlib.import_module(f"headrace.dataio.sidecar.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -37,7 +37,7 @@ def __getattr__(name: str) -> object:
 def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter | None = None) -> ShardReader:
     """Open a reader of `store`'s objects. It reads through the node's sidecar if one answers, else inside this process.
 
-    The choice, and its reason, is logged once. When the sidecar dies, the reader continues without it, and uses it again
+    The choice and its reason are logged once. When the sidecar dies, the reader continues without it, and uses it again
     when it is back. The bytes are the same.
 
     Args:
@@ -52,7 +52,7 @@ def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter 
     if chosen(sidecar) is None:
         return open_local_reader(store)
     if not store.location.shareable:
-        reason = "its options include secrets or a file system, which are never sent to another process"
+        reason = "its options include secrets or a file system object, which are never sent to another process"
         warn_once(_log, f"{store.location.url} is not read through the sidecar: {reason}", "node")
         return open_local_reader(store)
     from headrace.dataio.sidecar.reader import SidecarReader

@@ -1,8 +1,8 @@
 """A store on Azure Blob Storage, through obstore.
 
 Invariants: an object is written in one atomic request. A body is collected up to `WRITE_BYTES` and sent at once.
-`put_if_absent` is one PUT with `If-None-Match: *`. Options and variables are those of obstore's `AzureStore`. Nothing
-is cached.
+`put_if_absent` is one PUT with `If-None-Match: *`. Options and environment variables are those of obstore's
+`AzureStore`. Nothing is cached.
 
 Failure behaviour: the errors of `bucket_errors`. A listing is collected and sorted; above `LISTED` keys it raises
 `CapacityError`. A process that was forked after its parent had used obstore gets an `UnsupportedError`.
@@ -55,8 +55,8 @@ WRITE_BYTES = 256 * limits.MIB
 LISTED = 1_000_000
 _PAGE_BYTES = 1 * limits.MIB
 _FOLDERS_BYTES = 64 * limits.MIB
-"""The responses of a listing of folders. obstore sends all requests of one in one call, which has one time limit."""
-_DELETES = 16
+"""Size of the responses to one listing of folders, for the time limit: obstore sends all its requests in one call."""
+_CONCURRENT_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class AzureConfig:
     Args:
         bucket: The container.
         prefix: A key prefix without slashes at its ends; `""` for the container's root.
-        options: Configuration keys of obstore's `AzureStore`, such as `account_name`. Its variables give the rest.
+        options: Configuration keys of obstore's `AzureStore`, such as `account_name`. Environment
+            variables set the rest.
     """
 
     bucket: str
@@ -113,8 +114,8 @@ class AzureClient(ObstoreRequests):
 
         await self._send(doing, request, None)
         markers, candidates = set[str](), possible_markers(listed)
-        for at in range(0, len(candidates), _DELETES):
-            batch = candidates[at : at + _DELETES]
+        for at in range(0, len(candidates), _CONCURRENT_REQUESTS):
+            batch = candidates[at : at + _CONCURRENT_REQUESTS]
             existence = await asyncio.gather(*(self._exists(doing, name) for name in batch))
             markers |= {name for name, exists in zip(batch, existence, strict=True) if not exists}
         return [(name, head) for name, head in listed if name not in markers]
@@ -163,7 +164,9 @@ class AzureClient(ObstoreRequests):
 
 
 def _too_many(doing: str) -> CapacityError:
-    return CapacityError(f"{doing}: more than {LISTED:,} keys are not sorted in memory", hint="list by a longer prefix")
+    return CapacityError(
+        f"{doing}: more than {LISTED:,} keys cannot be sorted in memory", hint="list by a longer prefix"
+    )
 
 
 _AZURE_HINTS: dict[type[HeadraceError], str] = {
@@ -248,7 +251,7 @@ class AzureStore(BucketStore):
 
     def delete_many(self, keys: Iterable[str]) -> None:
         remaining = iter([self._config.full_key(key) for key in keys])
-        while batch := list(itertools.islice(remaining, _DELETES)):
+        while batch := list(itertools.islice(remaining, _CONCURRENT_REQUESTS)):
             self._client.run(self._delete(batch))
 
     @property
@@ -262,9 +265,9 @@ class AzureStore(BucketStore):
 def open_url(url: str, options: Mapping[str, object]) -> Store:
     """Open `az://container/prefix`. The options are the configuration keys of obstore's `AzureStore`."""
     if reason := lost_in_fork():
-        raise UnsupportedError(f"{url} cannot be opened: {reason}", hint="start the process by spawn")
+        raise UnsupportedError(f"{url} cannot be opened: {reason}", hint="start the process with the spawn method")
     container, _, prefix = url.partition("://")[2].partition("/")
     if not container or "@" in container or "?" in url:
-        raise UsageError(f"{redact(url)!r} names no container alone", hint="write az://container/prefix")
+        raise UsageError(f"{redact(url)!r} is not the URL of a container", hint="write az://container/prefix")
     prefix = prefix.strip("/")
     return AzureStore(AzureConfig(container, check_key(prefix) if prefix else "", dict(options)))

@@ -39,7 +39,7 @@ from headrace.dataio.store.base import Buffer
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-Pour = Callable[[Buffer], None]
+Consumer = Callable[[Buffer], None]
 """Takes the next bytes of a body. The bytes are valid only during the call."""
 _STOP_SECONDS = 5.0
 
@@ -58,7 +58,8 @@ class BucketClient(abc.ABC):
 
     Args:
         url: The store's URL, for errors.
-        seconds: The time limit of a request, from connecting to the response's last byte. A body adds to it.
+        seconds: The time limit of a request, from connecting to the last byte of the response. The size
+            of a body adds to it.
         disconnect: A coroutine function that closes the connections. It must not refer to the client.
     """
 
@@ -98,8 +99,8 @@ class BucketClient(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def stream(self, doing: str, key: str, start: int, stop: int, pour: Pour) -> str | None:
-        """Pass the bytes [start, stop) to `pour` as they arrive. Returns the object's ETag."""
+    async def stream(self, doing: str, key: str, start: int, stop: int, consume: Consumer) -> str | None:
+        """Pass the bytes [start, stop) to `consume` as they arrive. Returns the object's ETag."""
 
     @abc.abstractmethod
     async def head(self, doing: str, key: str) -> Head:
@@ -178,7 +179,7 @@ class LoopThread:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._disconnect is not None:
             await self._disconnect()
-        await loop.quiet(_STOP_SECONDS / 2)
+        await loop.wait_for_callers(_STOP_SECONDS / 2)
 
     def _running_loop(self) -> _Loop:
         if self._loop is None:
@@ -200,25 +201,25 @@ class _Loop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         # not epoll: a forked child shares its state, and a clean-up there would break this process's loop
         super().__init__(selectors.PollSelector())
-        self._handing_over: dict[int, None] = {}
+        self._calling_threads: dict[int, None] = {}
 
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """As in asyncio. The callback may run, and the interpreter may end, before this thread has left the call."""
         thread_id = threading.get_ident()
-        inside = thread_id in self._handing_over
-        self._handing_over[thread_id] = None
+        inside = thread_id in self._calling_threads
+        self._calling_threads[thread_id] = None
         try:
             return super().call_soon_threadsafe(callback, *args, context=context)
         finally:
             if not inside:  # the last step, so that this thread has left when another one sees it
-                del self._handing_over[thread_id]
+                del self._calling_threads[thread_id]
 
-    async def quiet(self, seconds: float) -> None:
+    async def wait_for_callers(self, seconds: float) -> None:
         """Wait until no thread is in `call_soon_threadsafe`."""
         until = self.time() + seconds
-        while self._handing_over and self.time() < until:
+        while self._calling_threads and self.time() < until:
             await asyncio.sleep(0.001)
 
 

@@ -191,7 +191,7 @@ class FsspecStore(Store):
     def _check_count(self, entries: dict[str, Mapping[str, Any]], folders: int = 0) -> dict[str, Mapping[str, Any]]:
         if len(entries) + folders > LISTED:
             raise CapacityError(
-                f"{self._url}: more than {LISTED:,} keys are not sorted in memory", hint="list by a longer prefix"
+                f"{self._url}: more than {LISTED:,} keys cannot be sorted in memory", hint="list by a longer prefix"
             )
         return entries
 

@@ -29,7 +29,7 @@ from headrace.dataio.core.errors import (
     HeadraceError,
 )
 from headrace.dataio.store.base import Buffer, too_large
-from headrace.dataio.store.bucket_client import BucketClient, Head, Pour
+from headrace.dataio.store.bucket_client import BucketClient, Consumer, Head
 from headrace.dataio.store.bucket_errors import CHECK_KEYS, translated_obstore, translated_s3
 from headrace.dataio.store.credential_chain import CredentialChain, Keys
 from headrace.dataio.store.s3_client import S3Client
@@ -80,11 +80,11 @@ class ObstoreRequests(BucketClient):
 
         return await self._send(doing, request, self._seconds(stop - start))
 
-    async def stream(self, doing: str, key: str, start: int, stop: int, pour: Pour) -> str | None:
+    async def stream(self, doing: str, key: str, start: int, stop: int, consume: Consumer) -> str | None:
         async def request(client: Any) -> str | None:
             response = await obstore.get_async(client, key, options={"range": (start, stop)})
             async for chunk in response.stream(min_chunk_size=_CHUNK):
-                pour(memoryview(chunk))
+                consume(memoryview(chunk))
             return response.meta["e_tag"]
 
         return await self._send(doing, request, self._seconds(stop - start))

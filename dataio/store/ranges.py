@@ -75,7 +75,7 @@ def read_ranges(client: BucketClient, key: str, name: str, ranges: Sequence[Rang
         client.run(reader.check_inside())
     spans = plan(reader.ranges)
     if len(spans) == 1:
-        _Scatter(spans[0]).pour(client.run(reader.read(spans[0])))
+        _Scatter(spans[0]).consume(client.run(reader.read(spans[0])))
     elif spans:
         client.run(reader.stream_all(spans))
 
@@ -121,7 +121,7 @@ class _Reader:
         async def stream(span: Span) -> None:
             scatter = _Scatter(span)
             try:
-                versions.add(await self._client.stream(self._doing, self._key, span.start, span.stop, scatter.pour))
+                versions.add(await self._client.stream(self._doing, self._key, span.start, span.stop, scatter.consume))
             except RangeError:
                 await self.check_inside()
                 raise
@@ -153,7 +153,7 @@ class _Scatter:
         self.count = 0
         """The bytes that have arrived."""
 
-    def pour(self, chunk: Buffer) -> None:
+    def consume(self, chunk: Buffer) -> None:
         data = memoryview(chunk)
         self.count += len(data)
         while data:

@@ -215,7 +215,7 @@ def _sort_listing(items: Iterator[T], key: Callable[[T], str], url: str) -> list
     listed = list(itertools.islice(items, _SORTED_LISTING + 1))
     if len(listed) > _SORTED_LISTING:
         raise CapacityError(
-            f"{url}: this server does not list by key, and more than {_SORTED_LISTING:,} keys are not sorted in memory",
+            f"{url}: this server does not list by key, and more than {_SORTED_LISTING:,} keys cannot be sorted in memory",
             hint="list by a longer prefix",
         )
     return sorted(listed, key=key)

@@ -7,9 +7,10 @@ Invariants:
 
 * One call makes one request: the library's retries are off. (aiohttp repeats an idempotent request if the server has
   closed an idle connection.)
-* A request ends within `S3Config.request_seconds` and the time for its body, even if the server sends a byte now and
-  then.
-* If the server refuses the credentials and the chain has new ones, the request is sent once more.
+* A request ends within `S3Config.request_seconds` plus the time for its body, even if the server sends a byte now
+  and then.
+* If the server refuses the credentials and the chain has new ones, the request is sent once more. If the chain has
+  none, a listing of one key checks whether the bucket exists.
 * s3fs is imported, and its client made, on first use.
 
 Failure behaviour: the errors of `bucket_errors`. A server that ignores ranges is an `UnsupportedError`. If the user
@@ -33,7 +34,7 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.core.log import get_logger, redact_loggers
 from headrace.dataio.store.base import Buffer, too_large
-from headrace.dataio.store.bucket_client import BucketClient, Head, Pour
+from headrace.dataio.store.bucket_client import BucketClient, Consumer, Head
 from headrace.dataio.store.bucket_errors import translated_s3
 from headrace.dataio.store.credential_chain import CredentialChain, botocore_session
 from headrace.dataio.store.s3_config import S3Config
@@ -91,12 +92,12 @@ class S3Client(BucketClient):
         await self.stream(doing, key, start, stop, data.extend)
         return data
 
-    async def stream(self, doing: str, key: str, start: int, stop: int, pour: Pour) -> str | None:
+    async def stream(self, doing: str, key: str, start: int, stop: int, consume: Consumer) -> str | None:
         def check(response: Mapping[str, Any], size: int) -> None:
             _check_range_response(doing, response, size, start, stop)
 
         request = {"Key": key, "Range": f"bytes={start}-{stop - 1}"}
-        return await self._with_renewed_credentials(doing, lambda: self._get_object(doing, request, check, pour))
+        return await self._with_renewed_credentials(doing, lambda: self._get_object(doing, request, check, consume))
 
     async def head(self, doing: str, key: str) -> Head:
         response = await self.call("head_object", doing, Key=key)
@@ -126,9 +127,9 @@ class S3Client(BucketClient):
             return response
 
     async def _get_object(
-        self, doing: str, request: Mapping[str, str], check: Callable[[Mapping[str, Any], int], None], pour: Pour
+        self, doing: str, request: Mapping[str, str], check: Callable[[Mapping[str, Any], int], None], consume: Consumer
     ) -> str | None:
-        # no name for a time limit: it refers to its task, so a cancelled task would keep the caller's buffers alive
+        # no variable for a time limit: it refers to its task, so a cancelled task would keep the caller's buffers alive
         with translated_s3(self.config, doing):
             client = await self._s3fs.client()
             async with asyncio.timeout(self._seconds()):
@@ -139,7 +140,7 @@ class S3Client(BucketClient):
                 check(response, size)
                 async with asyncio.timeout(self._seconds(size)):
                     while chunk := await body.read(_CHUNK):
-                        pour(chunk)
+                        consume(chunk)
             finally:
                 body.close()
             version: str | None = response.get("ETag")
@@ -192,7 +193,7 @@ class _S3fs:
 def _content_length(response: Mapping[str, Any], source: str) -> int:
     size = response.get("ContentLength")
     if not isinstance(size, int):
-        raise HeadraceError(f"{source} did not say how long the object is", hint="check whether this is an S3 server")
+        raise HeadraceError(f"{source} sent no Content-Length", hint="check whether this is an S3 server")
     return size
 
 

@@ -5,8 +5,7 @@ trainer's thread copies nothing. Values that are stacked are written into the ba
 for the last sample of the batch; the thread that puts it makes their entries.
 Invariants: those of `Batch`. Entries depend only on the samples, in the order of their slots. Slots that were left out
 are not part of any entry.
-Failure behaviour: `UsageError` names the entry and the sample whose shape, type or names do not fit those of the
-others.
+Failure behaviour: `UsageError` names the entry whose values differ in shape or type, or that some samples lack.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class FieldBatch(Batch):
                 keys = f"{sample.sample.key!r} and {samples[0].sample.key!r}"
                 raise UsageError(
                     f"of the samples {keys}, only one has {', '.join(map(repr, sorted(other)))}",
-                    hint="a transform has to return the same names for each sample",
+                    hint="a transform must return the same names for each sample",
                 )
         return list(samples[0].tensors) if samples else self._layout.tensors
 
@@ -122,14 +121,14 @@ class FieldBatch(Batch):
         return self._kept[slot].get(name, ...) is not None
 
     def _check_present(self, name: str, slots: Sequence[int]) -> None:
-        """Raise `UsageError` if a value is None that is to be part of a tensor."""
+        """Raise `UsageError` if the entry is a tensor and one of its values is None."""
         is_tensor = name in self._tensors or self._fields.collate.get(name) in ("stack", "pad", "concat")
         for slot in slots:
             sample = self.samples[slot]
             if is_tensor and sample is not None and not self._is_present(slot, name):
                 raise UsageError(
-                    f"sample {sample.sample.key!r} has None as {name}, which is a tensor of its batch",
-                    hint="a field with required=False may return None, or collate values in a list",
+                    f"sample {sample.sample.key!r} has None as {name}, but the entry is a tensor",
+                    hint='only a field with required=False may return None; or use collate="list"',
                 )
 
     def _stacked(self, name: str, slots: list[int]) -> torch.Tensor | None:
@@ -165,9 +164,9 @@ class FieldBatch(Batch):
                 not tensor.ndim or tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype
             ):
                 raise UsageError(
-                    f"{name}: a value of {tuple(tensor.shape)}, {tensor.dtype} cannot be joined to one of "
+                    f"{name}: a value of {tuple(tensor.shape)}, {tensor.dtype} cannot be joined with one of "
                     f"{tuple(first.shape)}, {first.dtype}",
-                    hint='values may differ in their first axis only; collate="list" takes any values',
+                    hint='values may differ only in the length of their first axis; collate="list" takes any values',
                 )
         return [first[:0] if tensor is None else tensor for tensor in values]
 

@@ -8,8 +8,8 @@ Invariants:
 - "bt601" and "tagged" are bit-identical to swscale's `bilinear+full_chroma_int+accurate_rnd` to rgb24, which is DALI's
   conversion.
 - Usual planar formats with even sides are converted through planes (gbrp), which swscale computes with vector
-  instructions. This could change only the rounding of chroma between rows, and at chroma weights of 1 and 3 there is
-  nothing to round. Other frames are converted directly.
+  instructions. The result is the same: only the rounding of chroma between rows could differ, and chroma weights of 1
+  and 3 need no rounding. Other frames are converted directly.
 - A converted part of a usual frame is bit-identical to the same part of the converted frame, except within `MARGIN`
   pixels of the part's edges.
 - "fast" uses the fastest conversion, or scales in the same pass.
@@ -163,8 +163,8 @@ class Paintable(Canvas, Protocol):
 def clip_memory(request: Request, fit: Fit) -> U8:
     """Memory for the fitted clip. It is the request's memory if the request provides any."""
     shape = (len(request.wanted.values), 3, *fit.size)
-    allocate = None if request.allocate is None else request.allocate(shape)
-    return np.empty(shape, np.uint8) if allocate is None else allocate
+    memory = None if request.allocate is None else request.allocate(shape)
+    return np.empty(shape, np.uint8) if memory is None else memory
 
 
 class FullSizeCanvas:
@@ -261,7 +261,7 @@ class Axis(msgspec.Struct, frozen=True):
         """A part of the source that can be scaled alone.
 
         Returns its start and length, and the start and length of the scaled part. It begins and ends at even pixels (or
-        at the frame's end), to within `_SHIFT`. It extends so far around the kept pixels that its edges do not affect
+        at the frame's end), to within `_SHIFT`. It includes a margin around the kept pixels, so its edges do not affect
         them.
         """
         margin = math.ceil((max(1.0, self.step) + 4) / self.step)
@@ -273,8 +273,8 @@ class Axis(msgspec.Struct, frozen=True):
         end = self.source if last == self.scaled else 2 * round(self.step * last / 2)
         return begin, end - begin, first, last - first
 
-    def _is_even(self, place: int) -> bool:
-        at = self.step * place
+    def _is_even(self, position: int) -> bool:
+        at = self.step * position
         return abs(at - 2 * round(at / 2)) <= _SHIFT
 
 
@@ -292,10 +292,9 @@ def covering(height: int, width: int, size: tuple[int, int]) -> tuple[int, int]:
     return max(size[0], round(height * size[1] / width)), size[1]
 
 
-def offset(allocate: int, at: float) -> int:
-    """The crop's offset.
+def offset(cropped: int, at: float) -> int:
+    """The crop's offset, from 0 to `cropped`, the number of pixels that are cropped.
 
-    The offset of a centred crop is rounded down. Other positions are distributed over 0 … `allocate`, the number of
-    pixels that are cropped.
+    The offset of a centred crop is rounded down. Other positions are distributed evenly.
     """
-    return allocate // 2 if at == 0.5 else min(allocate, int(at * (allocate + 1)))
+    return cropped // 2 if at == 0.5 else min(cropped, int(at * (cropped + 1)))

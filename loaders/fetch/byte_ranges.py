@@ -1,10 +1,10 @@
 """Which pieces of a long file a clip or a window needs, computed from the index.
 
 Purpose: predicted pieces can be announced, and fetched in one request. All functions are pure.
-Invariants: whether a file is read in part depends on the sample and the loader's settings, never on the single clip or
-window. So damage is reported by the reads that access it, and by no others. Predictions are hints: no sample's content
+Invariants: whether a file is read in part depends on the sample and the loader's settings, never on an individual
+clip or window. So only the reads that access damaged bytes report them. Predictions are hints: no sample's content
 depends on them.
-Failure behaviour: none. If the index describes a file too little, it is read whole.
+Failure behaviour: none. If the index does not describe a file well enough, the file is read whole.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from headrace.loaders.clip import Clip, Wanted, choose
 
 MOST = 0.5
 """A file is read whole if a clip needs a larger fraction of it."""
-_READ_ON = 64 * limits.KIB
+_READ_AHEAD_BYTES = 64 * limits.KIB
 """Bytes that a demuxer reads at a time, including bytes that it does not need."""
-_AROUND = Fraction(1, 2)
+_AUDIO_MARGIN = Fraction(1, 2)
 """Seconds by which audio may be stored before or after the video of the same time. It includes the audio that codecs
 need before the window."""
-_WITHOUT_STAMPS = frozenset(["avi"])
+_WITHOUT_TIMESTAMPS = frozenset(["avi"])
 _FROM_KEY_FRAMES = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 
 _RESERVOIR = 64 * 1152
@@ -90,14 +90,16 @@ def ranges(member: Member, pieces: Runs) -> list[tuple[int, int]]:
 
 def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, with_audio: bool) -> bool:
     """Whether clips, with their audio if `with_audio`, are read without the rest of their file."""
-    is_indexed = video.codec in _FROM_KEY_FRAMES and video.ext not in _WITHOUT_STAMPS and video.key_frames[-1].at >= 0
+    is_indexed = (
+        video.codec in _FROM_KEY_FRAMES and video.ext not in _WITHOUT_TIMESTAMPS and video.key_frames[-1].at >= 0
+    )
     if not is_indexed or member.length <= 0:
         return False
     frames = clip.frames * clip.stride
     if clip.rate is not None:
         frames = int(clip.frames / clip.rate * video.fps)
     if with_audio:
-        frames += int(2 * _AROUND * video.fps)
+        frames += int(2 * _AUDIO_MARGIN * video.fps)
     group = video.frames // len(video.key_frames)
     return (frames + 2 * group) / video.frames + size(
         member, member.pieces.head if member.pieces else ()
@@ -115,9 +117,9 @@ def of_clip(video: VideoInfo, wanted: Wanted, length: int) -> Span:
 def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Span:
     """The bytes that contain the audio of this time span, located by the video's key frames.
 
-    `start` and `end` are seconds on the file's own time line.
+    `start` and `end` are seconds on the timeline of the file.
     """
-    low, high = (int(t / video.time_base) for t in (start - _AROUND, end + _AROUND))
+    low, high = (int(t / video.time_base) for t in (start - _AUDIO_MARGIN, end + _AUDIO_MARGIN))
     first_key = bisect_right(video.key_frames, low, key=_pts) - 1
     next_key = bisect_right(video.key_frames, high, key=_pts)
     return _span_between(video, first_key, next_key, length)
@@ -140,8 +142,8 @@ def explain(sample: Sample, clip: Clip, *, with_audio: bool) -> str:
 def _span_between(video: VideoInfo, first_key: int, next_key: int, length: int) -> Span:
     keys = video.key_frames
     begin = keys[max(0, first_key)].at
-    end = keys[next_key].at + _READ_ON if next_key < len(keys) else length
-    return max(0, begin), min(length, end if end > begin else begin + _READ_ON)
+    end = keys[next_key].at + _READ_AHEAD_BYTES if next_key < len(keys) else length
+    return max(0, begin), min(length, end if end > begin else begin + _READ_AHEAD_BYTES)
 
 
 # --- audio
@@ -150,15 +152,15 @@ def _span_between(video: VideoInfo, first_key: int, next_key: int, length: int) 
 def reads_part_of_audio(sample: Sample, member: Member, audio: AudioInfo, seconds: float) -> bool:
     """Whether windows of this many seconds are read without the rest of their file."""
     duration, video = audio.samples / audio.sample_rate, _video_of(sample, audio)
-    if audio.ext in _WITHOUT_STAMPS or duration <= 0 or (video is not None and video.key_frames[-1].at < 0):
+    if audio.ext in _WITHOUT_TIMESTAMPS or duration <= 0 or (video is not None and video.key_frames[-1].at < 0):
         return False
     group = 0.0 if video is None else float(video.frames / video.fps) / len(video.key_frames)
     head = size(member, member.pieces.head if member.pieces else ())
-    return (seconds + 2 * float(_AROUND) + 2 * group) / duration + head / member.length <= MOST
+    return (seconds + 2 * float(_AUDIO_MARGIN) + 2 * group) / duration + head / member.length <= MOST
 
 
 def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fraction, length: int) -> Span:
-    """The bytes of a window that begins `start` seconds after the audio.
+    """The bytes of a window that begins `start` seconds after the start of the audio.
 
     In a file with video, the video's key frames locate the window. In a file with marks, the marks do. In other files,
     the window's position is computed from its share of the duration.
@@ -169,13 +171,15 @@ def of_window(sample: Sample, audio: AudioInfo, start: Fraction, seconds: Fracti
         return of_time(video, start, start + seconds, length)
     pieces = next((member.pieces for member in sample.members if member.ext == audio.ext), None)
     if pieces is not None and pieces.marks:
-        first_sample, last_sample = (int(t * audio.sample_rate) for t in (start - _AROUND, start + seconds + _AROUND))
+        first_sample, last_sample = (
+            int(t * audio.sample_rate) for t in (start - _AUDIO_MARGIN, start + seconds + _AUDIO_MARGIN)
+        )
         next_mark = mark_after(pieces.marks, last_sample)
         end = pieces.marks[next_mark][0] if next_mark < len(pieces.marks) else length
         return pieces.marks[mark_before(pieces.marks, first_sample)][0], end
     duration = Fraction(audio.samples, audio.sample_rate)
-    low, high = (int(t / duration * length) for t in (start - _AROUND, start + seconds + _AROUND))
-    return max(0, low - _READ_ON), min(length, high + _READ_ON)
+    low, high = (int(t / duration * length) for t in (start - _AUDIO_MARGIN, start + seconds + _AUDIO_MARGIN))
+    return max(0, low - _READ_AHEAD_BYTES), min(length, high + _READ_AHEAD_BYTES)
 
 
 def mark_before(marks: Sequence[tuple[int, int]], sample: int) -> int:
@@ -199,4 +203,4 @@ def _video_of(sample: Sample, audio: AudioInfo) -> VideoInfo | None:
 
 def union(needs: Sequence[Runs]) -> Runs:
     """The pieces that several clips or windows of one sample need."""
-    return needs[0] if len(needs) == 1 else merged(run for some in needs for run in some)
+    return needs[0] if len(needs) == 1 else merged(run for part in needs for run in part)

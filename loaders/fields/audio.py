@@ -1,7 +1,8 @@
-"""The field of sound, `Audio`, and the buckets of recordings.
+"""The `Audio` field, and the buckets of recordings.
 
-Purpose: this field describes what is decoded of a sample's audio. `AudioLoader` uses the same windows.
-Invariants: a field is immutable and checked. Audio with `like` begins with the first frame of the clip of that field.
+Purpose: the field describes which audio of a sample is decoded, and its format. `AudioLoader` uses the same windows.
+Invariants: a field is immutable, and validated when it is created. Audio with `like` begins with the first frame of the
+clip of that field.
 Failure behaviour: `UsageError` with the argument and a valid value.
 """
 
@@ -30,12 +31,12 @@ if TYPE_CHECKING:
 class Audio:
     """Audio of the sample: float32 (C, S) for each sample, or a log-mel spectrogram (C, n_mels, frames).
 
-    With `like`, the audio begins with the clip of that field. Else it is a window of its own. The entry
+    With `like`, the audio begins with the clip of that field. Otherwise, it is a window of the recording. The entry
     `<name>.samples`, int64 (B,), says how many of the S samples are real audio and not zero padding. Without `like`,
     `<name>.start`, float64 (B,), has the start of each window in seconds.
 
     Args:
-        seconds (float | None): length in seconds. Default: with `like`, the length of the clip; else 2.0.
+        seconds (float | None): length in seconds. Default: with `like`, the length of the clip; otherwise, 2.0.
         like (str | None): name of a `Video` field. Samples without audio are then silent. Default: None.
         sample_rate (int): in Hz, 1000 to 384000. Default: 16000.
         channels (int): 1 or 2. Default: 1.
@@ -47,12 +48,12 @@ class Audio:
         jitter (float): as in `Window`, in seconds. Not with `like`. Default: 0.0.
 
     Raises:
-        UsageError: for impossible options.
+        UsageError: an option is invalid.
 
     Example:
-        >>> fields = {"video": Video(Clip(frames=4, fps=8), size=(32, 32)), "sound": Audio(like="video")}
+        >>> fields = {"video": Video(Clip(frames=4, fps=8), size=(32, 32)), "audio": Audio(like="video")}
         >>> loader = Loader(clips, batch_size=2, fields=fields)
-        >>> next(iter(loader))["sound"].shape
+        >>> next(iter(loader))["audio"].shape
         torch.Size([2, 1, 8000])
         >>> loader.close()
     """
@@ -72,7 +73,7 @@ class Audio:
         spec = self.spec()
         if self.like is not None and (self.start, self.per_sample, self.jitter) != ("random", 1, 0.0):
             raise UsageError(
-                f"the clips of {self.like!r} decide where audio with like= begins",
+                f"audio with like={self.like!r} begins with the clip of that field",
                 hint="leave start, per_sample and jitter out",
             )
         if self.like is None:
@@ -113,7 +114,7 @@ def audio_bucketing(buckets: Durations | None, window: Window) -> Bucketing | No
         return None
     if window.start == "every":
         raise UsageError(
-            "start='every' counts windows of one length, and buckets have several", hint="use another start"
+            "start='every' needs windows of one length, but buckets have several", hint="use another start"
         )
 
     def sort(stream: Stream) -> BucketNumbers:

@@ -1,10 +1,10 @@
-"""The interface of a field: which files of a sample it needs, what it makes of them, and how a batch holds the results.
+"""The interface of a field: the files that it needs, the value that it makes of them, and how a batch holds the values.
 
 Purpose: `Loader(dataset, fields={name: field})` builds each entry of its batches from one field. Users write their own
 fields by subclassing `Field`.
 Invariants: a field is immutable. The result of `decode` depends only on its argument, so a resumed run and another
 world size get the same values. `decode` may run in several threads at the same time.
-Failure behaviour: `decode` raises `CorruptionError` for wrong bytes and `UnsupportedError` for a format that it does
+Failure behaviour: `decode` raises `CorruptionError` for damaged data and `UnsupportedError` for a format that it does
 not know. Both make the sample a bad sample, and the loader replaces or skips it. Any other error ends the iteration,
 with a note that names the field and the sample.
 """
@@ -23,11 +23,11 @@ from headrace.loaders.interfaces import Collate, SampleRef
 if TYPE_CHECKING:
     import torch
 
-_GENERATOR = 26  # distinguishes the generator's seed from all other random streams
+_GENERATOR = 26  # the purpose of the generator's seed; no other module uses the number
 
 
 class FieldInput(msgspec.Struct, frozen=True, gc=False):
-    """What `Field.decode` gets.
+    """The argument of `Field.decode`.
 
     Args:
         sample: the sample, as the index describes it.
@@ -58,7 +58,7 @@ class FieldInput(msgspec.Struct, frozen=True, gc=False):
 
 
 class Field(ABC):
-    """One entry of a batch. Subclasses are frozen dataclasses; their `repr` is part of what identifies a loader's data.
+    """One entry of a batch. Subclasses are frozen dataclasses, so threads can share them.
 
     Attributes:
         files: extensions of the files of a sample that `decode` needs, such as `("latent.npy",)`. A sample that lacks
@@ -102,6 +102,6 @@ class Field(ABC):
     def nbytes(self, sample: Sample) -> int:
         """Return the memory in bytes that the value of this sample takes, in addition to its files.
 
-        The loader admits samples by it. Default: the total size of the files.
+        The loader limits the memory of its samples by it. Default: the total size of the files.
         """
         return sum(member.length for member in sample.members if member.ext in self.files)

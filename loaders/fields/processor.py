@@ -1,6 +1,6 @@
 """The processor of `Loader`: it makes the values of all fields of a sample.
 
-Purpose: pixels and sound come from the processors of `VideoLoader` and `AudioLoader`, under the names of the fields.
+Purpose: video and audio come from the processors of `VideoLoader` and `AudioLoader`, under the names of the fields.
 `Field.decode` makes all other values.
 Invariants: those of `headrace.loaders.interfaces`. All fields of a sample are made from the same files, each of which is
 read once. Values are in the order of the fields.
@@ -43,7 +43,7 @@ class MediaFields(msgspec.Struct, frozen=True):
 
     Args:
         processor: makes the values of one or two fields.
-        names: the name of a field or entry, by the name that the processor uses.
+        names: maps the names of the processor's results to the names of entries.
         draws: whether it may write pixels into the memory of the batch.
     """
 
@@ -56,7 +56,7 @@ class FieldsProcessor:
     """Makes the values of all fields.
 
     Args:
-        media: the fields of pixels and sound.
+        media: the `Video` and `Audio` fields.
         fields: all other fields, by name.
         order: the names of all fields, in the order of the batch's entries.
         layout: how the batch holds them.
@@ -89,9 +89,9 @@ class FieldsProcessor:
         for part in self._media:
             for ext, runs in part.processor.needs(ref).items():
                 needs[ext] = _joined(needs[ext], runs) if ext in needs else runs
-        there = {member.ext for member in ref.sample.members}
+        available = {member.ext for member in ref.sample.members}
         for field in self._fields.values():
-            needs |= {ext: None for ext in field.files if ext in there or field.required}
+            needs |= {ext: None for ext in field.files if ext in available or field.required}
         return needs
 
     def cost(self, sample: Sample) -> int:
@@ -113,8 +113,8 @@ class FieldsProcessor:
         for slot, sample in enumerate(fetched):
             errors[slot] = errors[slot] or self._decode(sample, values[slot])
         return [
-            error or ProcessedSample(sample.ref.sample, {name: of[name] for name in self._order}, extra)
-            for sample, error, of, extra in zip(fetched, errors, values, numbers, strict=True)
+            error or ProcessedSample(sample.ref.sample, {name: values_of_sample[name] for name in self._order}, extra)
+            for sample, error, values_of_sample, extra in zip(fetched, errors, values, numbers, strict=True)
         ]
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class FieldsProcessor:
             part.processor.close()
 
     def _decode(self, fetched: FetchedSample, values: dict[str, Any]) -> HeadraceError | None:
-        """Add the values of the other fields. Returns the error if one of them is damaged."""
+        """Add the values of all other fields. Returns the error if one of them is damaged."""
         sample = fetched.ref.sample
         for name, field in self._fields.items():
             if not field.required and not all(ext in fetched.media for ext in field.files):
@@ -165,7 +165,7 @@ class TransformedFields(ProcessorWrapper):
         self._transform = transform
 
     def _inputs(self, fetched: Sequence[FetchedSample]) -> Sequence[FetchedSample]:
-        """Withhold the batch's memory: tensors that the transform keeps, or returns as views, must own their memory."""
+        """Do not write into the batch: tensors that the transform keeps, or returns as views, must own their memory."""
         return [replace(sample, target=None) for sample in fetched]
 
     def _extend(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
@@ -184,10 +184,10 @@ class TransformedFields(ProcessorWrapper):
 
 
 def _owned(value: Any) -> Any:
-    """Arrays as tensors that own their memory. A transform may keep or change them."""
+    """Copy an array into a tensor, which a transform may keep or change."""
     return torch.from_numpy(value.copy()) if hasattr(value, "__array_interface__") else value
 
 
 def _joined(runs: Any, others: Any) -> Any:
-    """The ranges of a file that two processors need. None is the whole file."""
+    """The pieces of a file that two processors need. None is the whole file."""
     return None if runs is None or others is None else union([runs, others])

@@ -1,8 +1,10 @@
-"""The fields of pixels, `Video` and `Image`, and the buckets of videos.
+"""The `Video` and `Image` fields, and the buckets of videos.
 
-Purpose: these fields describe what is decoded of a sample's video. `VideoLoader` uses the same description.
-Invariants: a field is immutable and checked. With buckets, the bucket of a video depends on its displayed size and on
-its number of frames at the clip's frame spacing. The displayed size is the size after rotation if the field rotates.
+Purpose: these fields describe which frames of a sample are decoded, and their format. `VideoLoader` uses the same
+description.
+Invariants: a field is immutable, and validated when it is created. With buckets, the bucket of a video depends on its
+displayed size and on its number of frames at the clip's frame spacing. The displayed size is the size after rotation if
+the field rotates.
 Failure behaviour: `UsageError` with the argument and a valid value.
 """
 
@@ -53,7 +55,7 @@ class Video:
         crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder: as in `VideoLoader`.
 
     Raises:
-        UsageError: for impossible options.
+        UsageError: an option is invalid.
 
     Example:
         >>> loader = Loader(clips, batch_size=2, fields={"front": Video(Clip(frames=4), size=(32, 32))})
@@ -100,7 +102,7 @@ class Video:
         )
 
     def condition(self, buckets: Buckets | None = None) -> HasValue:
-        """The samples that have the field. Images have clips of one frame only."""
+        """The samples that have the field. They include images only if clips, or those of a bucket, have one frame."""
         frames = self.spec().clip.frames
         takes_images = frames == 1 if buckets is None else buckets.takes_images(frames)
         return HasValue("video_ext", () if takes_images else tuple(sorted(IMAGE_EXTENSIONS)))
@@ -113,11 +115,11 @@ class Image(Video):
 
     Args:
         clip (Clip | None): which frame of a video; its `frames` is 1. Default: `Clip(frames=1)`.
-        size, crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder: as in `Video`. `layout` has
-            the axes of a clip, and the image lacks the axis T.
+        size, crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder: as in `Video`. `layout` names
+            the axes of a clip; the entry has no axis T.
 
     Raises:
-        UsageError: for impossible options.
+        UsageError: an option is invalid.
 
     Example:
         >>> loader = Loader(clips, batch_size=2, fields={"picture": Image(size=(32, 32))})
@@ -146,10 +148,10 @@ def video_bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None
     if buckets is None:
         return None
     if spec.size is not None:
-        raise UsageError("with buckets each bucket has its size", hint="leave size out")
+        raise UsageError("with buckets, each bucket has its own size", hint="leave size out")
     if spec.clip.start == "every" and any(bucket.frames for bucket in buckets.buckets):
         raise UsageError(
-            "start='every' counts clips of one length; buckets that name their frames have several",
+            "start='every' needs clips of one length, but buckets with frames have several",
             hint="leave the buckets' frames out, or use another start",
         )
     assign = AssignVideos(buckets, spec.clip, spec.rotate)
@@ -172,8 +174,8 @@ class AssignVideos:
     rotate: bool
 
     def __call__(self, height: F64, width: F64, rotation: F64, length: F64) -> I64:
-        turned = (rotation % 180 == 90) & self.rotate
-        heights, widths = np.where(turned, width, height), np.where(turned, height, width)
+        swap_sides = (rotation % 180 == 90) & self.rotate
+        heights, widths = np.where(swap_sides, width, height), np.where(swap_sides, height, width)
         frames = np.floor((length - 1) / self.clip.stride) + 1  # at the clip's frame spacing
         if self.clip.rate is not None:
             frames = length * float(self.clip.rate)

@@ -1,6 +1,6 @@
 """Reads columns of the index to choose a loader's samples, and to compute a number for each of them.
 
-Purpose: a loader takes the samples that have a stream, and needs a number of clips or a bucket for each.
+Purpose: a loader takes the samples that meet its condition, and needs a number of clips or a bucket for each.
 Invariants:
 
 * Columns are read part by part. Only results are kept: ids (`SampleIds`) and small integers.
@@ -9,7 +9,7 @@ Invariants:
   Results of classes that are not Headrace's, such as a subclass of `Buckets`, are not shared, because their code may
   change between two runs.
 
-Failure behaviour: `UsageError` if no sample is left. Errors of the index are passed on.
+Failure behaviour: `UsageError` if the dataset has no samples. Errors of the index are raised unchanged.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from headrace.loaders.sampling.shared_arrays import Arrays, NewArray, Work, comp
 F64 = npt.NDArray[np.float64]
 PIECE_SAMPLES = 1 << 19
 """Parts with about this many samples are one piece of the work that the processes of a machine divide."""
-_OWN: tuple[str, ...] = ("headrace.",)
-"""The packages whose classes always compute the same in one version of Headrace."""
+_OWN_PACKAGES: tuple[str, ...] = ("headrace.",)
+"""The packages whose classes compute the same results in every process with this version of Headrace."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def samples_where(dataset: Dataset, condition: HasValue | HasFiles | AllOf) -> S
         UsageError: the dataset or view is empty.
     """
     if not len(dataset):
-        raise UsageError(f"no sample of {dataset.url} is left", hint="loosen the condition of the view")
+        raise UsageError(f"no sample of {dataset.url} is left", hint="use a less strict condition for the view")
     parts = condition.conditions if isinstance(condition, AllOf) else (condition,)
     unknown = tuple(part for part in parts if not part.is_true_of_all(dataset))
     return _samples_that_hold(dataset, AllOf(unknown)) if unknown else AllIds(len(dataset))
@@ -124,7 +124,7 @@ def samples_with(dataset: Dataset, condition: HasValue, what: str) -> SampleIds:
     ids = samples_where(dataset, condition)
     if not len(ids):
         hint = "`headrace info` lists its contents" + (
-            "; pictures are clips of one frame: Clip(frames=1)" if condition.without else ""
+            "; images are clips of one frame: Clip(frames=1)" if condition.without else ""
         )
         raise UsageError(f"{dataset.url} has no {what}", hint=hint)
     return ids
@@ -146,7 +146,7 @@ def _samples_that_hold(dataset: Dataset, condition: AllOf) -> SampleIds:
             new(name, array.shape, array.dtype)[...] = array
 
     key = _key("ids", dataset, condition)
-    work = Work(key=key, samples=len(dataset), pieces=len(pieces), piece=piece, combine=combine)
+    work = _work(dataset, key, pieces, piece, combine)
     return ids_from(compute(work), len(dataset))
 
 
@@ -210,7 +210,18 @@ def _numbers(
             bucket_ends(numbers.values, buckets, lambda shape, dtype: new("ends", shape, dtype))
 
     key = _key("numbers", dataset, function, *names, content_key(ids.arrays()), str(buckets))
-    return compute(Work(key=key, samples=len(dataset), pieces=len(pieces), piece=piece, combine=combine))
+    return compute(_work(dataset, key, pieces, piece, combine))
+
+
+def _work(dataset: Dataset, key: Sequence[str] | None, pieces: Sequence[range], piece: Any, combine: Any) -> Work:
+    return Work(
+        key=key,
+        samples=len(dataset),
+        pieces=len(pieces),
+        piece=piece,
+        combine=combine,
+        release=dataset.index.close_tables,
+    )
 
 
 def _values(dataset: Dataset, names: Sequence[str], ids: SampleIds, parts: range) -> Iterator[list[F64]]:
@@ -245,7 +256,7 @@ def _key(kind: str, dataset: Dataset, function: Callable[..., Any], *more: str) 
     if not dataclasses.is_dataclass(function) or " at 0x" in repr(function):
         raise TypeError(f"{function!r} is not a dataclass whose repr describes what it computes")
     modules = sorted({type(part).__module__ for part in _dataclasses_in(function)})
-    if not all(f"{module}.".startswith(_OWN) for module in modules):
+    if not all(f"{module}.".startswith(_OWN_PACKAGES) for module in modules):
         return None
     return [kind, dataset.digest, f"{type(function).__module__}.{function!r}", *more]
 

@@ -5,7 +5,7 @@ look samples up in the datasets. All of these use one class, `OrderPlan`, with d
 Invariants: part n of a sample is number `Parts.first(sample) + n` of its stream. Trainers see only the samples in the
 streams' `ids`. A sample's substitute belongs to the same stream and is stored close to it (see `Order.substitute`). It
 is the same for every epoch and world size. The rank decides only which share of a batch it takes.
-Failure behaviour: `UsageError` if there is nothing to deliver, or if a batch size is given together with buckets.
+Failure behaviour: `UsageError` if there is nothing to deliver, or if both a batch size and buckets are given.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ if TYPE_CHECKING:  # few loaders need these, so they are imported where they are
 
 
 class Parts:
-    """The number of parts of each sample: one number for all samples, or an array with one number for each."""
+    """The number of parts of each sample: one number for all samples, or an array with one number for each.
+
+    The parts of all samples are numbered in sequence. This number of a part is called `virtual`.
+    """
 
     def __init__(self, samples: int, each: int | Small) -> None:
         self.each = each
@@ -48,7 +51,7 @@ class Parts:
             self.total = self._counts.total
 
     def split(self, virtual: I64) -> tuple[I64, I64]:
-        """The sample of each virtual sample, and which of the sample's parts it is."""
+        """The sample of each of these parts, and the part's number within its sample."""
         if self._counts is None:
             samples, numbers = np.divmod(virtual, self.each)
             return samples, numbers
@@ -61,7 +64,7 @@ class Parts:
         return self.each[samples].astype(np.int64)
 
     def first(self, sample: int) -> int:
-        """The virtual sample that is a sample's first part."""
+        """The number of a sample's first part among all parts."""
         if self._counts is None:
             return sample * int(self.each)
         return self._counts.first(sample)
@@ -96,11 +99,13 @@ class Stream(msgspec.Struct, frozen=True, eq=False):
         ]
 
     def substitute(self, order: Order, ref: SampleRef, attempt: int) -> SampleRef | None:
-        """The same part of another sample, which the chunks of `order` determine (see `Order.substitute`)."""
+        """A part of another sample, which the chunks of `order` determine (see `Order.substitute`)."""
         (number,), (part,) = self.parts.split(np.array([ref.virtual]))
         each = max(1, self.parts.total // len(self.ids))
-        alone = Order(len(self.ids), order.batch, max(1, order.chunk // each), lanes=order.lanes, window=order.window)
-        other = alone.substitute(int(number), attempt)
+        sample_order = Order(
+            len(self.ids), order.batch, max(1, order.chunk // each), lanes=order.lanes, window=order.window
+        )
+        other = sample_order.substitute(int(number), attempt)
         if other is None:
             return None
         part = int(part) % int(self.parts.of(np.array([other]))[0])
@@ -168,19 +173,19 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
     def refs(self, epoch: int, batches: range) -> list[list[SampleRef]]:
         """The samples of all batches are looked up together, since one lookup for each batch takes twice as long."""
         shares = [self.schedule.share(epoch, batch, self.rank, self.world_size) for batch in batches]
-        streams, epochs, everything = (
+        streams, epochs, virtuals = (
             np.concatenate([getattr(share, name) for share in shares]) for name in ("stream", "epoch", "virtual")
         )
         refs = dict[int, SampleRef]()
         for number in np.flatnonzero(np.bincount(streams)).tolist():  # np.unique would import masked arrays
             slots = np.flatnonzero(streams == number)
-            stream, seed, virtual = self.streams[number], self.schedule.orders[number].seed, everything[slots]
+            stream, seed, virtual = self.streams[number], self.schedule.orders[number].seed, virtuals[slots]
             rows, parts = stream.parts.split(virtual)
             samples = stream.dataset.samples(stream.ids.take(rows).tolist())
             columns = (slots.tolist(), epochs[slots].tolist(), virtual.tolist(), samples, parts.tolist())
-            for slot, own_epoch, v, sample, part in zip(*columns, strict=True):
+            for slot, source_epoch, v, sample, part in zip(*columns, strict=True):
                 refs[slot] = SampleRef(
-                    own_epoch, v, sample, number=part, source=stream.source, seed=seed, stream=number
+                    source_epoch, v, sample, number=part, source=stream.source, seed=seed, stream=number
                 )  # fmt: skip
         in_order = iter([refs[slot] for slot in range(len(refs))])
         return [list(islice(in_order, len(share))) for share in shares]
@@ -214,7 +219,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         return self.names or ("",)
 
 
-_PACK = 11  # a purpose of `key_of` that no other module uses
+_PACK = 11  # the purpose of these keys; no other module uses the number
 Find = Callable[[Dataset], tuple[SampleIds, int | Small]]
 """Returns the ids of the samples that a loader can use, and the number of parts of each."""
 Sort = Callable[[Stream], BucketNumbers]
@@ -267,44 +272,44 @@ def make_plan(
     source: OpenDatasets,
     find: Find,
     what: Any,
-    how: Sampling,
+    sampling: Sampling,
     buckets: Bucketing | None = None,
     pack: Pack | None = None,
 ) -> OrderPlan:
     """Plan the samples that `find` returns for each dataset. `what` describes their parts in the state."""
-    if buckets is not None and how.batch_size is not None:
-        raise UsageError("with buckets, the budget decides how large batches are", hint="leave batch_size out")
+    if buckets is not None and sampling.batch_size is not None:
+        raise UsageError("with buckets, their budget determines the batch sizes", hint="leave batch_size out")
     streams: dict[str, Stream] = {
         name: Stream.of(dataset, *find(dataset), source=number)
         for number, (name, dataset) in enumerate(source.datasets.items())
     }
     if pack is not None and pack.packing.repack_each_epoch and source.mixture is None:
-        return _repacked(streams, what, how, pack)
+        return _repacked(streams, what, sampling, pack)
     kind = OrderPlan
     if pack is not None:
         from headrace.loaders.sampling.packing import PackedPlan
 
-        kind, streams = PackedPlan, _packed(streams, how, pack)
-    schedule, chosen = _scheduled(streams, source.mixture, how, buckets)
+        kind, streams = PackedPlan, _packed(streams, sampling, pack)
+    schedule, chosen = _scheduled(streams, source.mixture, sampling, buckets)
     names = tuple(streams) if source.mixture is not None else ()
-    return kind(tuple(chosen), schedule, what, how.seed, how.rank, how.world_size, names)
+    return kind(tuple(chosen), schedule, what, sampling.seed, sampling.rank, sampling.world_size, names)
 
 
-def _packed(streams: Mapping[str, Stream], how: Sampling, pack: Pack) -> dict[str, Stream]:
+def _packed(streams: Mapping[str, Stream], sampling: Sampling, pack: Pack) -> dict[str, Stream]:
     """Pack the recordings of the streams, once or in each of their epochs."""
     from headrace.loaders.sampling.packing import PackedStream, RepackedStream
 
-    if pack.packing.repack_each_epoch and not how.evaluate:
-        return {name: RepackedStream.repacked(stream, pack, _keys(how, name)) for name, stream in streams.items()}
+    if pack.packing.repack_each_epoch and not sampling.evaluate:
+        return {name: RepackedStream.repacked(stream, pack, _keys(sampling, name)) for name, stream in streams.items()}
     return {name: PackedStream.from_(stream, pack) for name, stream in streams.items()}
 
 
-def _keys(how: Sampling, name: str) -> Callable[[int], U64]:
+def _keys(sampling: Sampling, name: str) -> Callable[[int], U64]:
     """A function that returns the packing key of a mixture's source for one of the source's own epochs."""
-    return lambda epoch: key_of(_PACK, how.seed, epoch, *name.encode())
+    return lambda epoch: key_of(_PACK, sampling.seed, epoch, *name.encode())
 
 
-def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pack) -> RepackedPlan:
+def _repacked(streams: Mapping[str, Stream], what: Any, sampling: Sampling, pack: Pack) -> RepackedPlan:
     """A plan with different sequences in every epoch. The plans of two epochs are cached.
 
     With a very small dataset, a packing may fill no batch. Such an epoch uses the first packing, so planning ahead does
@@ -316,66 +321,74 @@ def _repacked(streams: Mapping[str, Stream], what: Any, how: Sampling, pack: Pac
 
     @functools.lru_cache(maxsize=2)
     def of(epoch: int) -> PackedPlan:
-        packed = PackedStream.from_(stream, pack, key_of(_PACK, how.seed, 0 if how.evaluate else epoch))
-        schedule, chosen = _scheduled({"": packed}, None, how, None)
+        packed = PackedStream.from_(stream, pack, key_of(_PACK, sampling.seed, 0 if sampling.evaluate else epoch))
+        schedule, chosen = _scheduled({"": packed}, None, sampling, None)
         if epoch and not schedule.batches:
             return first
-        return PackedPlan(tuple(chosen), schedule, what, seed=how.seed, rank=how.rank, world_size=how.world_size)
+        return PackedPlan(
+            tuple(chosen), schedule, what, seed=sampling.seed, rank=sampling.rank, world_size=sampling.world_size
+        )
 
     first = of(0)
     return RepackedPlan(
-        first.streams, first.schedule, what, seed=how.seed, rank=how.rank, world_size=how.world_size, epochs=of
+        first.streams,
+        first.schedule,
+        what,
+        seed=sampling.seed,
+        rank=sampling.rank,
+        world_size=sampling.world_size,
+        epochs=of,
     )
 
 
 def _scheduled(
-    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, buckets: Bucketing | None
+    streams: Mapping[str, Stream], mixture: Mixture | None, sampling: Sampling, buckets: Bucketing | None
 ) -> tuple[Schedule, Sequence[Stream]]:
     """The schedule over these sources, and its streams: the sources, or the part of each source in each bucket."""
     if buckets is not None:
-        return _bucketed(streams, mixture, how, buckets)
+        return _bucketed(streams, mixture, sampling, buckets)
     populations = {name: stream.population for name, stream in streams.items()}
     every = list(streams.values())
-    if how.evaluate:
+    if sampling.evaluate:
         from headrace.loaders.sampling.schedule import Evaluation
 
-        return Evaluation.of(list(populations.values()), [how.batch] * len(every), seed=how.seed), every
+        return Evaluation.of(list(populations.values()), [sampling.batch] * len(every), seed=sampling.seed), every
     if mixture is not None:
         from headrace.loaders.sampling.mixture import Mixed
 
-        return Mixed.of(populations, how.batch, **_weighed(mixture, how)), every
+        return Mixed.of(populations, sampling.batch, **_mixture_options(mixture, sampling)), every
     (only,) = populations.values()
-    return Plain(only.order(how.batch, how.seed, how.shuffle), how.drop_last), every
+    return Plain(only.order(sampling.batch, sampling.seed, sampling.shuffle), sampling.drop_last), every
 
 
 def _bucketed(
-    streams: Mapping[str, Stream], mixture: Mixture | None, how: Sampling, buckets: Bucketing
+    streams: Mapping[str, Stream], mixture: Mixture | None, sampling: Sampling, buckets: Bucketing
 ) -> tuple[Schedule, Sequence[Stream]]:
     cells = {name: _sorted(stream, buckets) for name, stream in streams.items()}
     populations = {name: [cell.population for cell in row] for name, row in cells.items()}
     sizes, numbers = buckets.batches, buckets.numbers
-    if how.evaluate:
+    if sampling.evaluate:
         from headrace.loaders.sampling.schedule import Evaluation
 
-        there = [(name, b) for name, row in cells.items() for b, cell in enumerate(row) if len(cell.ids)]
+        with_samples = [(name, b) for name, row in cells.items() for b, cell in enumerate(row) if len(cell.ids)]
         evaluation = Evaluation.of(
-            [populations[name][b] for name, b in there],
-            [sizes[b] for _, b in there],
-            seed=how.seed,
-            buckets=[b for _, b in there],
+            [populations[name][b] for name, b in with_samples],
+            [sizes[b] for _, b in with_samples],
+            seed=sampling.seed,
+            buckets=[b for _, b in with_samples],
             numbers=numbers,
         )
-        return evaluation, [cells[name][b] for name, b in there]
+        return evaluation, [cells[name][b] for name, b in with_samples]
     if mixture is not None:
         from headrace.loaders.sampling.mixed_buckets import MixedBuckets
 
-        mixed = MixedBuckets.of(populations, sizes, numbers, **_weighed(mixture, how))
+        mixed = MixedBuckets.of(populations, sizes, numbers, **_mixture_options(mixture, sampling))
         return mixed, [cells[name][b] for name, b in mixed.streams]
     from headrace.loaders.sampling.buckets import Bucketed
 
     (name,) = streams
     schedule = Bucketed.of(
-        sizes, populations[name], numbers, seed=how.seed, shuffle=how.shuffle, drop_last=how.drop_last
+        sizes, populations[name], numbers, seed=sampling.seed, shuffle=sampling.shuffle, drop_last=sampling.drop_last
     )
     return schedule, [cells[name][b] for b in schedule.buckets]
 
@@ -385,13 +398,13 @@ def _sorted(stream: Stream, buckets: Bucketing) -> list[Stream]:
     return stream.divide(buckets.sort(stream))
 
 
-def _weighed(mixture: Mixture, how: Sampling) -> dict[str, Any]:
+def _mixture_options(mixture: Mixture, sampling: Sampling) -> dict[str, Any]:
     return {
         "weights": mixture.weights,
         "temperature": mixture.temperature,
         "epoch_batches": mixture.epoch_batches,
-        "seed": how.seed,
-        "shuffle": how.shuffle,
+        "seed": sampling.seed,
+        "shuffle": sampling.shuffle,
     }
 
 
@@ -422,7 +435,7 @@ def open_datasets(
         source: URL, directory, open dataset, or a mixture of these.
         version: number or tag; only with a single URL.
         options: options for the stores; only with URLs.
-        trust_mounts: allow datasets to keep their shards in other places.
+        trust_mounts: allow datasets to refer to shards in other stores.
     """
     mixture: Mixture | None = None
     sources: Mapping[str, DatasetLike]
@@ -435,7 +448,9 @@ def open_datasets(
             raise UsageError(f"{source!r} is not a dataset", hint="give its URL or folder, or an open Dataset")
         mixture, sources = source, source.sources
         if version is not None:
-            raise UsageError("version goes with one URL, not with a mixture", hint="give it Dataset(url, version=...)")
+            raise UsageError(
+                "version cannot be used with a mixture", hint="open its sources as Dataset(url, version=...)"
+            )
     opened = OpenDatasets({}, mixture, [])
     try:
         found = {name: _open(one, version, options, trust_mounts, opened.owned) for name, one in sources.items()}
@@ -460,7 +475,7 @@ def _open(
         return owned[-1]
     if options or version not in (None, source.version):
         raise UsageError(
-            "version and storage_options go with a URL, not with a dataset that is open already",
-            hint="give them to Dataset(...)",
+            "version and storage_options apply to a URL, not to an open dataset",
+            hint="pass them to Dataset(...)",
         )
     return source

@@ -1,4 +1,4 @@
-"""The ids of a stream's samples, in little memory, and compact arrays of small numbers for each sample.
+"""The ids of a stream's samples, in little memory, and compact arrays with a small number for each sample.
 
 Purpose: a loader delivers all samples of a dataset, or only those that it can use. An array of ids takes 8 bytes for
 each sample in every rank: 8 GB at 10^9 samples. The classes here hold the same ids as a range, as runs, as a bitmap or
@@ -7,8 +7,8 @@ Invariants:
 
 * Ids are ascending. Row r of a stream is its r-th id, and `take` maps rows to ids.
 * `IdsBuilder` chooses the representation that takes the least memory. All of them give the same results.
-* `SmallCounts` and `BucketNumbers` have one byte for each sample if the numbers are below 256. Their directories take
-  1/64 byte a sample for each bucket.
+* `SmallCounts` and `BucketNumbers` have one byte for each sample if the numbers are below 256. A directory takes 1/64
+  byte for each sample. `BucketNumbers` has a directory for each bucket.
 
 Failure behaviour: rows are not checked here. A row outside the ids raises `IndexError` or returns an unspecified id, so
 callers pass rows of an `Order`.
@@ -26,10 +26,10 @@ import numpy.typing as npt
 from headrace.loaders.sampling.permutation import I64
 
 _BLOCK = 512
-"""Samples for which a directory has one entry."""
+"""Number of samples for each entry of a directory."""
 _ROWS_AT_ONCE = 4096
 """Rows that are looked up together, which bounds the memory for their blocks."""
-_ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
+_POPCOUNT = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
 
 Mask = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
@@ -52,7 +52,7 @@ class SampleIds(ABC):
         """Return the number of ids below `end`."""
 
     def between(self, start: int, stop: int) -> I64:
-        """Return the ids from `start` on that are below `stop`."""
+        """Return the ids in [start, stop)."""
         return self.take(np.arange(self.rows_below(start), self.rows_below(stop), dtype=np.int64))
 
     @abstractmethod
@@ -119,7 +119,7 @@ class RunIds(SampleIds):
 
 
 class ListedIds(SampleIds):
-    """An array of ids: 4 bytes each where they fit."""
+    """An array of ids, of 4 bytes each if all ids fit."""
 
     def __init__(self, ids: Small) -> None:
         self._ids = ids
@@ -179,12 +179,12 @@ class BucketNumbers:
         return int(self.ends[bucket, -1]) if self.ends.shape[1] else 0
 
     def ids_in(self, bucket: int, ids: SampleIds) -> BucketIds:
-        """Return those of `ids`, which are the ids of the stream, that are in a bucket."""
+        """Return the ids of a bucket. `ids` are the ids of the stream."""
         return BucketIds(ids, self.numbers, self.ends[bucket], bucket)
 
 
 class BucketIds(SampleIds):
-    """The ids of one bucket, from the bucket of each of the ids `ids`. Buckets of a stream share `numbers`."""
+    """The ids of one bucket. `numbers` has the bucket of each of `ids`. All buckets of a stream share both."""
 
     def __init__(self, ids: SampleIds, numbers: Small, ends: I64, bucket: int) -> None:
         self._ids, self._numbers, self._ends, self._bucket = ids, numbers, ends, bucket
@@ -314,7 +314,7 @@ class SmallCounts:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def split(self, numbers: I64) -> tuple[I64, I64]:
-        """Return for each number below `total` its row, and its position in that row's count."""
+        """Return for each number below `total` its row, and its position within the row."""
         found = [self._split(numbers[at : at + _ROWS_AT_ONCE]) for at in range(0, len(numbers), _ROWS_AT_ONCE)]
         if not found:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -322,7 +322,7 @@ class SmallCounts:
         return np.concatenate(rows), np.concatenate(positions)
 
     def first(self, row: int) -> int:
-        """Return the sum of the counts of all rows before this one."""
+        """Return the first number of a row: the sum of the counts before it."""
         block = row // _BLOCK
         before = int(self._ends[block - 1]) if block else 0
         return before + int(self.counts[block * _BLOCK : row].sum(dtype=np.int64))
@@ -333,11 +333,11 @@ class SmallCounts:
         inside = numbers - np.where(blocks > 0, self._ends[np.maximum(blocks - 1, 0)], 0)
         rows, positions = np.empty_like(numbers), np.empty_like(numbers)
         for number, block in enumerate(used.tolist()):
-            mine = which == number
+            in_block = which == number
             ends = np.cumsum(self.counts[block * _BLOCK : (block + 1) * _BLOCK], dtype=np.int64)
-            found = np.searchsorted(ends, inside[mine], side="right")
-            rows[mine] = block * _BLOCK + found
-            positions[mine] = inside[mine] - np.where(found > 0, ends[np.maximum(found - 1, 0)], 0)
+            found = np.searchsorted(ends, inside[in_block], side="right")
+            rows[in_block] = block * _BLOCK + found
+            positions[in_block] = inside[in_block] - np.where(found > 0, ends[np.maximum(found - 1, 0)], 0)
         return rows, positions
 
 
@@ -371,7 +371,7 @@ def _ends_of_bits(bits: Bytes) -> I64:
     """Return the number of set bits up to the end of each row of `bits`."""
     ends, before = np.empty(len(bits), np.int64), 0
     for first in range(0, len(bits), _ROWS_AT_ONCE):
-        counts = _ONES[bits[first : first + _ROWS_AT_ONCE]].sum(axis=1, dtype=np.int64)
+        counts = _POPCOUNT[bits[first : first + _ROWS_AT_ONCE]].sum(axis=1, dtype=np.int64)
         ends[first : first + len(counts)] = np.cumsum(counts) + before
         before += int(counts.sum())
     return ends

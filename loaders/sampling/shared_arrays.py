@@ -1,6 +1,6 @@
 """Arrays that the processes of one machine compute together, and then share.
 
-Purpose: All ranks of a node need the same numbers of a dataset's samples, such as the bucket of each. They divide the
+Purpose: all ranks of a node need the same numbers of a dataset's samples, such as the bucket of each. They divide the
 work, so that a node reads each column of the index once. Then all of them map the same files, so that a node holds the
 arrays once in its page cache.
 
@@ -23,8 +23,8 @@ Failure behaviour: errors of `Work.piece` are raised. If the folder cannot be us
 on a local file system), or another process holds a piece for `WAIT_SECONDS` without progress, the process logs one
 warning and computes the arrays alone. If the disk is full, it first removes the folder of the work.
 
-Limits: `MAX_BYTES` in `MAX_WORKS` folders, before a new one is made. The folders that were not used for the longest time
-are removed first, and those that were not used for `MAX_AGE_SECONDS`.
+Limits: before a process makes a new folder, it removes the least recently used ones above `MAX_BYTES` or `MAX_WORKS`,
+and those that were not used for `MAX_AGE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -95,10 +95,11 @@ class Work:
 
     Args:
         key: everything that determines the arrays. None: it is not known, so the arrays are not shared.
-        samples: number of samples that are looked at.
+        samples: number of samples that the work reads.
         pieces: number of pieces of the work. Processes divide them.
         piece: computes one piece.
         combine: makes the arrays with its second argument, and fills them from the pieces, which come in order.
+        release: releases what computing the pieces keeps in memory. Called at the end if the arrays are shared.
     """
 
     key: Sequence[str] | None
@@ -106,6 +107,7 @@ class Work:
     pieces: int
     piece: Callable[[int], Array]
     combine: Callable[[Iterable[Array], NewArray], None]
+    release: Callable[[], None] = lambda: None
 
 
 def compute(work: Work) -> Arrays:
@@ -119,9 +121,10 @@ def compute(work: Work) -> Arrays:
     except OSError as error:
         if folder is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
             shutil.rmtree(folder, ignore_errors=True)  # so the disk does not stay full
-        warn_once(_log, f"the processes of this machine do not share what they read of the index: {error}")
+        warn_once(_log, f"this process does not share arrays with the other processes of this machine: {error}")
         return _compute_alone(work)
     finally:
+        work.release()
         _return_free_memory()
 
 
@@ -168,7 +171,7 @@ def _compute_together(folder: Path, work: Work) -> Arrays:
                 arrays = _open_arrays(folder)
     if arrays is None:
         raise FileNotFoundError(f"{folder} was removed while its arrays were written")
-    with contextlib.suppress(OSError):  # the folder was removed; the mapped arrays exist
+    with contextlib.suppress(OSError):  # the folder may be removed; the mapped arrays stay valid
         os.utime(folder)
     return arrays
 
@@ -192,9 +195,9 @@ def _has_piece(folder: Path, work: Work, number: int) -> bool:
     path = folder / f"{number}.piece"
     if path.exists():
         return True
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as locks:
         try:
-            held.enter_context(file_lock(folder / f"{number}.lock", 0, 0))
+            locks.enter_context(file_lock(folder / f"{number}.lock", 0, 0))
         except TimeoutError:
             return False
         if not path.exists() and not (folder / _DONE).exists():
@@ -251,7 +254,7 @@ class _InFiles:
             np.lib.format.write_array_header_1_0(file, header)
             file.flush()
             size = file.tell() + kind.itemsize * int(np.prod(sides, dtype=np.int64))
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, and a SIGBUS later
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk raises an error here, but SIGBUS later
         self.paths[name] = path
         return np.asarray(np.load(path, mmap_mode="r+", allow_pickle=False))
 
@@ -291,15 +294,15 @@ def _folder_of(key: Sequence[str]) -> Path:
     """Return the folder of this work. It is created if needed, and old folders are removed first."""
     from importlib.metadata import version  # slow to import, and small datasets do not need it
 
-    described = "\n".join([_FORMAT, version("headrace"), *key])
+    full_key = "\n".join([_FORMAT, version("headrace"), *key])
     try:
         user = private_directory(Path(tempfile.gettempdir(), f"headrace-{os.geteuid()}"))
         parent = private_directory(user / "arrays")
     except AccessDeniedError as error:
-        raise PermissionError(str(error)) from error  # so `compute` does not catch errors of the store
+        raise PermissionError(str(error)) from error  # `compute` catches OSErrors, not errors of the store
     if not is_local(parent):
         raise OSError(f"{parent} is not on a local file system, where a file that is in use may be removed")
-    folder = parent / blake3.blake3(described.encode()).hexdigest()[:32]
+    folder = parent / blake3.blake3(full_key.encode()).hexdigest()[:32]
     if not folder.exists():
         _make_room(parent)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -307,7 +310,7 @@ def _folder_of(key: Sequence[str]) -> Path:
 
 
 def _make_room(parent: Path) -> None:
-    """Remove the folders that were not used for the longest time, as far as the limits require."""
+    """Remove the least recently used folders, as far as the limits require."""
     total = 0
     for kept, (used, folder, size) in enumerate(sorted(_folders(parent), reverse=True)):
         total += size
@@ -316,7 +319,7 @@ def _make_room(parent: Path) -> None:
 
 
 def _folders(parent: Path) -> Iterator[tuple[float, Path, int]]:
-    """When each folder was used, and its bytes. Other processes may add and remove files and folders meanwhile."""
+    """For each folder: when it was last used, its path and its bytes. Other processes may change the folders meanwhile."""
     for folder in parent.iterdir():
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             used, size = folder.stat().st_mtime, 0

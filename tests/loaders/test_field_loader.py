@@ -445,5 +445,5 @@ def test_impossible_fields_are_refused(make: Callable[..., Loader], fields: Any,
 
 
 def test_buckets_without_their_field_are_refused(make: Callable[..., Loader]) -> None:
-    with pytest.raises(UsageError, match="buckets do not go with these fields"):
+    with pytest.raises(UsageError, match="buckets cannot be used with these fields"):
         make({"label": Label()}, batch_size=None, buckets=Buckets((Bucket((32, 32)),), budget=10**6))

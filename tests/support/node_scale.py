@@ -81,7 +81,7 @@ def memory(name: str) -> float:
 
 def rank(folder: str, kind: str, barrier: Any, results: Any) -> None:
     """Start one rank's loader, and put what it cost into `results`."""
-    columns._OWN += (f"{Hundreds.__module__}.",)
+    columns._OWN_PACKAGES += (f"{Hundreds.__module__}.",)
     store = Counted(open_store(folder))
     dataset = Dataset.open_lazy(folder)
     dataset.close()

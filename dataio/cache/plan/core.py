@@ -308,13 +308,13 @@ class CachePlan:
             self._in_flight.wait(number, Ticket(None, missing, obj, ranges, stream))
             return
         if parts:
-            file = self._open_ring_file(obj, ranges, out, stream, due=0.0, asked=True)
-        file = file or self._place(obj, ranges, out, stream, due=0.0, asked=True)
+            file = self._open_ring_file(obj, ranges, out, stream, due=0.0, requested=True)
+        file = file or self._place(obj, ranges, out, stream, due=0.0, requested=True)
         if file is None:
             out.append(Bypass(number))
             return
         if file.ring and file.id >= first_new:
-            self._ring.asked(file, stream, ranges)
+            self._ring.requested(file, stream, ranges)
         needed_parts = file.needs(ranges) or set()
         self._in_flight.launch(file, sorted(needed_parts - file.present - file.in_flight.keys()), out, stream)
         self._ring.was_read(obj, stream, ranges)
@@ -338,7 +338,7 @@ class CachePlan:
         """
         parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
         lacking = blocks_of(ranges, self.block_bytes) - parts.keys()
-        if not parts or (lacking and self._scattered_reads.takes(obj, ranges)):
+        if not parts or (lacking and self._scattered_reads.skips_blocks(obj, ranges)):
             return {}
         if lacking:
             missing_ranges = tuple((part * self.block_bytes, 1) for part in sorted(lacking))
@@ -359,16 +359,16 @@ class CachePlan:
         return file
 
     def _place(
-        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
+        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, requested: bool
     ) -> CacheFile | None:
         """A file that holds or will hold `ranges`; None when no tier has room."""
         uses = self._streams.uses(obj.source)
-        file, scattered = self._find(obj, ranges), uses and self._scattered_reads.takes(obj, ranges)
+        file, scattered = self._find(obj, ranges), uses and self._scattered_reads.skips_blocks(obj, ranges)
         if file is None and not scattered:
             file = self._pinned.admit(obj, ranges, out)
         if file is None and uses:
-            file = self._open_ring_file(obj, ranges, out, stream, due=due, asked=asked)
-            for block in self._scattered_reads.took(obj, ranges) if scattered and file is not None else ():
+            file = self._open_ring_file(obj, ranges, out, stream, due=due, requested=requested)
+            for block in self._scattered_reads.count_fetched(obj, ranges) if scattered and file is not None else ():
                 self._prefetch_block(obj, block, out, stream)
         elif file is not None and not file.ring:
             self._tiers.used_lately(file)
@@ -383,9 +383,9 @@ class CachePlan:
             self._in_flight.mark_prefetch(file, block, stream)
 
     def _open_ring_file(
-        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, asked: bool
+        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, requested: bool
     ) -> CacheFile | None:
-        file = self._ring.open(obj, ranges, out, due=due, asked=asked)
+        file = self._ring.open(obj, ranges, out, due=due, requested=requested)
         if file is not None:
             self._in_flight.launch(file, range(len(file.parts or ())), out, stream)
         return file
@@ -439,7 +439,7 @@ class CachePlan:
                 for id, number in set(self._parts_in_flight(want.object)) - in_flight_before:
                     self._in_flight.mark_prefetch(self._tiers.files[id], number, stream)
                 return True
-            file = self._place(want.object, want.ranges, out, stream, due=want.due, asked=False)
+            file = self._place(want.object, want.ranges, out, stream, due=want.due, requested=False)
         if file is None:  # a read that will never fit is skipped
             return sum(length for _, length in want.ranges) > self._ring_for_prefetch
         if not file.ring:

@@ -35,15 +35,15 @@ class Pinned:
         """A file of the object that needs no more room for `ranges`."""
         needed = blocks_of(ranges, self._tiers.block_bytes)
         for file in self._tiers.blocks(obj):  # no set unions: this runs for every announced read
-            lacking = needed - file.present
-            if lacking and self._tiers.all[file.tier].open:
-                lacking -= file.adopted.among(lacking)
-            if not lacking or lacking <= file.in_flight.keys():
+            missing = needed - file.present
+            if missing and self._tiers.all[file.tier].open:
+                missing -= file.adopted.among(missing)
+            if not missing or missing <= file.in_flight.keys():
                 return file
         return None
 
     def spread(self, obj: ObjectId, ranges: Ranges) -> dict[int, CacheFile]:
-        """The file that holds or fetches each block of `ranges`; empty if the object is in one tier."""
+        """The file that holds or fetches each block of `ranges`, by block; empty if there is only one tier."""
         files = list(self._tiers.blocks(obj))
         if len(self._tiers.all) < 2 or not files:
             return {}
@@ -55,7 +55,7 @@ class Pinned:
         return out
 
     def admit(self, obj: ObjectId, ranges: Ranges, out: list[Instruction]) -> CacheFile | None:
-        """An existing or new file of the object with room for all of `ranges`; None without room."""
+        """An existing or new file of the object with room for all of `ranges`; None if no tier has room."""
         tiers = self._tiers.open
         if self._streams.uses(obj.source):
             return self._admit_to_first(tiers, obj, ranges, out, evict=True)
@@ -68,7 +68,7 @@ class Pinned:
         return tier.budget - self._ring.room(tier)
 
     def slack(self, tier: Tier) -> int:
-        """Bytes to evict in advance, so holders have time to close files before the room is needed."""
+        """Bytes to evict in advance, so that holders have time to close the evicted files before their room is needed."""
         return tier.budget // 16
 
     def _admit_to_first(
@@ -89,8 +89,8 @@ class Pinned:
         file = tier.linked.get(obj)
         probe = file or CacheFile(0, obj, tier.number, tier.pinned, self._tiers.block_bytes)
         needed = probe.needs(ranges) or set()
-        lacking = needed - probe.present - probe.in_flight.keys()
-        cost = probe.cost(lacking - probe.adopted.among(lacking))
+        missing = needed - probe.present - probe.in_flight.keys()
+        cost = probe.cost(missing - probe.adopted.among(missing))
         if probe.cost(needed) > self.limit(tier):
             return None
         if evict:
@@ -112,7 +112,7 @@ class Pinned:
         if not self._is_crowded(tier, need, new_file) or not self._has_evictable(tier, keep.source):
             return
         victims, freed = list[CacheFile](), 0
-        for victim in tier.linked.values():  # no copy: it may have a hundred thousand
+        for victim in tier.linked.values():  # no copy: a tier may have a hundred thousand files
             if not self._is_crowded(tier, need - freed, new_file and not victims):
                 break
             if victim.object != keep and self._is_evictable(victim, keep.source):
@@ -129,10 +129,10 @@ class Pinned:
         return not file.in_flight and (file.stale or not self._protected(file.object.source, new_source))
 
     def _protected(self, source: str, new_source: str) -> bool:
-        """Whether reads of the store `new` must not evict blocks of `source`.
+        """Whether reads of the store `new_source` must not evict blocks of `source`.
 
-        They must not while a loader announces `source`. Afterwards, reads of the same store must not either, because the
-        trainer usually restarts.
+        While a loader announces `source`, no read may evict them. Afterwards, reads of other stores may. Reads of
+        `source` itself still may not, because the trainer usually restarts.
         """
         return self._streams.uses(source) or (source == new_source and source in self._ordered)
 

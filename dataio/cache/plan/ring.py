@@ -1,22 +1,21 @@
 """The ring: files of single reads, each kept until every stream that announced the read has read it. Sans-I/O.
 
-If there is no room for the blocks of an announced read, the read passes through a small file in the fastest tier. The
-file has exactly its bytes. So a byte that is not kept is fetched at most once for each read, and never as part of a block
-that is discarded. If a read is announced *again* before its first use (its source has a higher weight), its file is
-kept between the uses. The next use of such reads is known. When room is short, the read whose next use is latest is
-evicted first, which is Belady's rule.
+If there is no room for the blocks of an announced read, the read uses a small file in the fastest tier. The file holds
+exactly the bytes of the read, not whole blocks. If a read is announced *again* before its first use (its source has a
+higher weight), its file is kept between the uses. The next use of such reads is known. When room is short, the read
+whose next use is latest is evicted first, which is Belady's rule.
 
 `ScatteredReads` decides which reads use the ring although their blocks would fit. For example, a clip of a long video
 reads the header and some hundred kilobytes at a large offset. The rest of those blocks may not be read for many epochs.
-A read that skips blocks between its ranges identifies such a store. A block is worth keeping once its bytes that were
-read this way add up to the block's size. So a store sends at most about twice the bytes that it would send if all reads
-were known in advance.
+A read that skips `HOLE` blocks between its ranges marks its store. Reads of that store use the ring if they need at
+most half of the bytes of their blocks. A block is worth keeping once its bytes that were read this way add up to the
+block's size. So a store sends at most about twice the bytes that it would send if all reads were known in advance.
 
 Invariants: reads that are announced once use at most `base` bytes. Reads that are announced again also use the ring's
 `reserve`, which grows in steps of a sixteenth of the tier's budget, and takes room from blocks. The ring uses at most
 half of its tier. `ScatteredReads` counts at most `KNOWN` blocks and `STORES` stores, and forgets the oldest first.
 Failure behaviour: if there is no room, `open` returns None. When room is short, an unread file is dropped if the last
-`MISSED_ANNOUNCEMENTS` announcements of its stream did not name it.
+`MISSED_ANNOUNCEMENTS` announcements of its streams did not name it.
 
 Belady: "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal 5 (2), 1966.
 """
@@ -80,18 +79,18 @@ class Ring:
         return next((file for file in rings if file.whole and file.needs(ranges) is not None), None)
 
     def open(
-        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, due: float, asked: bool
+        self, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, due: float, requested: bool
     ) -> CacheFile | None:
-        """A new file for this read, which is due at `due`; None without room.
+        """A new file for this read, which is due at `due`; None if there is no room.
 
-        `asked`: a request needs it now. Prefetches leave a quarter of the ring to requests.
+        `requested`: a request needs the file now. Prefetches leave a quarter of the ring to requests.
         """
         tier = self.tier
         parts = extents_of(ranges, self._tiers.block_bytes)
         cost = sum(length for _, length in parts)
         if tier is None:
             return None
-        limit = self.base(tier) if asked else self.base(tier) * 3 // 4
+        limit = self.base(tier) if requested else self.base(tier) * 3 // 4
         if cost > limit or len(self._tiers.ring_files) >= self._tiers.max_ring_files:
             return None
         self._make_room(tier, cost, limit, due, out)
@@ -161,7 +160,7 @@ class Ring:
         if times > 1:
             self._keep(file)
 
-    def asked(self, file: CacheFile, stream: int, ranges: Ranges) -> None:
+    def requested(self, file: CacheFile, stream: int, ranges: Ranges) -> None:
         """The file was created for a read that the stream requests now.
 
         If the announcement names the read once, that may be this request. If it names it more often, the file is kept for
@@ -230,7 +229,7 @@ def _renew(readers: Readers, due: float) -> None:
 
 
 HOLE = 2
-"""Number of blocks that a read must skip between its ranges to identify its store."""
+"""Number of blocks that a read must skip between its ranges to mark its store."""
 KNOWN, STORES = 1 << 14, 1 << 10
 
 
@@ -239,24 +238,24 @@ class ScatteredReads:
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._with_holes: OrderedDict[str, None] = OrderedDict()
+        self._marked_stores: OrderedDict[str, None] = OrderedDict()
         self._counted: OrderedDict[tuple[ObjectId, int], int] = OrderedDict()
 
     def read(self, obj: ObjectId, ranges: Ranges) -> None:
         """Record a read, whose ranges belong to one sample."""
-        if obj.source not in self._with_holes and self._has_hole(ranges):
-            self._with_holes[obj.source] = None
-            if len(self._with_holes) > STORES:
-                self._with_holes.popitem(last=False)
+        if obj.source not in self._marked_stores and self._has_hole(ranges):
+            self._marked_stores[obj.source] = None
+            if len(self._marked_stores) > STORES:
+                self._marked_stores.popitem(last=False)
 
-    def takes(self, obj: ObjectId, ranges: Ranges) -> bool:
+    def skips_blocks(self, obj: ObjectId, ranges: Ranges) -> bool:
         """Whether these ranges should be fetched without the rest of their blocks."""
-        if obj.source not in self._with_holes:
+        if obj.source not in self._marked_stores:
             return False
         size = len(blocks_of(ranges, self._block_bytes)) * self._block_bytes
         return 2 * sum(length for _, length in ranges) <= size
 
-    def took(self, obj: ObjectId, ranges: Ranges) -> Iterator[int]:
+    def count_fetched(self, obj: ObjectId, ranges: Ranges) -> Iterator[int]:
         """Count ranges that were fetched without their blocks; yields the blocks that are worth keeping now."""
         for offset, length in ranges:
             for block in blocks_of(((offset, length),), self._block_bytes):

@@ -1,4 +1,4 @@
-"""The units of an `index` run: runs of adjacent shards, which a process reads and describes.
+"""The units of an `index` run. A unit is a run of adjacent shards that one process reads and describes.
 
 Purpose: `index_plan` divides the shards into units. `index_task` describes the work for an engine
 (`headrace.dataio.shards.units.engine`).
@@ -6,9 +6,9 @@ Purpose: `index_plan` divides the shards into units. `index_task` describes the 
 Invariants:
 
 * The plan depends only on the names, sizes and times of the shards, the settings and the library versions.
-* A unit has shards of at most `UNIT_BYTES`, or one larger shard. Both limits grow in datasets with very many shards
-  (`headrace.dataio.shards.units.journal.divide`).
-* A unit stores nothing but its record, which holds the rows of its samples. Memory is that of these rows.
+* A unit has at most `UNIT_SHARDS` shards and `UNIT_BYTES` bytes, or one larger shard. Both limits grow in
+  datasets with very many shards (`headrace.dataio.shards.units.journal.divide`).
+* A unit stores nothing but its record, which holds the rows of its samples. Memory grows only with these rows.
 * The record describes the bytes that were read. If a shard's size or modification time changes meanwhile, the unit
   raises `TransientError`.
 
@@ -112,7 +112,7 @@ def index_plan(shards: Sequence[SourceShard], settings: IndexSettings) -> IndexP
 
 
 def index_task(sources: Sequence[Store], settings: IndexSettings) -> Task[IndexUnit, IndexedUnit]:
-    """Return the task that indexes units whose shards lie in the stores `sources`."""
+    """Return the task that indexes units whose shards are in the stores `sources`."""
 
     @contextlib.contextmanager
     def opener(workers: int | None) -> Iterator[_IndexRunner]:
@@ -189,6 +189,6 @@ class _IndexRunner(UnitRunner[IndexUnit, IndexedUnit]):
         current = shard.store.stat(shard.store_key)
         if (current.size, current.modified) != (shard.size, shard.modified):
             raise TransientError(
-                f"{shard.url} changed while it was indexed", hint="index again when nothing writes to it"
+                f"{shard.url} changed while it was indexed", hint="index again when no other process writes to it"
             )
         return samples

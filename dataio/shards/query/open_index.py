@@ -122,6 +122,10 @@ class OpenIndex:
         """
         return self._tables.tables(columns, parts)
 
+    def close_tables(self) -> None:
+        """Release the memory that reading tables took. Later reads read the footers of the parts again."""
+        self.__dict__.pop("_tables", None)
+
     def columns(self, columns: Sequence[str] | None = None) -> Any:
         """Return these columns (None: all) of all samples, ordered by number."""
         return self._tables.columns(columns)

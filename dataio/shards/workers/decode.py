@@ -1,4 +1,4 @@
-"""Decodes members of samples in a worker process: to the end, to find faults, or in parts, for a preview.
+"""Decodes members of samples in a worker process: completely, to find faults, or partly, for a preview.
 
 Invariants of checks (`DecodeJob`): the worker reports three kinds of faults: errors of the decoder, frames that the
 decoder marks as damaged, and counts that differ from the index. It holds the frames of one packet at a time. It does
@@ -68,7 +68,7 @@ def _faults(container: Any, job: DecodeJob) -> list[str]:
     try:
         with demuxed(container, *streams) as packets:
             for packet in packets:
-                _feed(packet, counts["video" if packet.stream.index == job.video_stream else "audio"])
+                _decode_packet(packet, counts["video" if packet.stream.index == job.video_stream else "audio"])
     except av.error.FFmpegError as error:
         faults.append(f"cannot be demuxed to its end: {_reason(error)}")
     for name, (decoded, damaged, errors, first_error) in counts.items():
@@ -78,11 +78,11 @@ def _faults(container: Any, job: DecodeJob) -> list[str]:
         if damaged:
             faults.append(f"{name}: {damaged} decoded frames are damaged")
         if decoded != expected:
-            faults.append(f"{name}: {decoded} {unit} decode, the index says {expected}")
+            faults.append(f"{name}: {decoded} {unit} decode; the index lists {expected}")
     return faults
 
 
-def _feed(packet: Any, count: list[Any]) -> None:
+def _decode_packet(packet: Any, count: list[Any]) -> None:
     try:
         for frame in packet.decode():
             count[0] += getattr(frame, "samples", 1)
@@ -140,7 +140,7 @@ def _frame_at(container: Any, stream: Any, target: int) -> Any:
     last = None
     for count, frame in enumerate(container.decode(stream)):
         if frame.width * frame.height > _MAX_PIXELS:
-            raise UnsupportedError(f"a picture of {frame.width}x{frame.height} is not shown")
+            raise UnsupportedError(f"a picture of {frame.width}x{frame.height} is too large for a preview")
         last = frame
         if (frame.pts is not None and frame.pts >= target) or count >= _MAX_DECODED:
             break
@@ -148,11 +148,11 @@ def _frame_at(container: Any, stream: Any, target: int) -> Any:
 
 
 def _jpeg(frame: Any, job: PicturesJob) -> tuple[tuple[int, int], bytes]:
-    turned = job.rotation in (90, 270)
-    shown = (frame.height, frame.width) if turned else (frame.width, frame.height)
-    scale = min(job.width / shown[0], job.height / shown[1])
-    width, height = (max(2, round(side * scale / 2) * 2) for side in shown)
-    small = frame.reformat(*((height, width) if turned else (width, height)), format="rgb24").to_ndarray()
+    swap_sides = job.rotation in (90, 270)
+    upright_size = (frame.height, frame.width) if swap_sides else (frame.width, frame.height)
+    scale = min(job.width / upright_size[0], job.height / upright_size[1])
+    width, height = (max(2, round(side * scale / 2) * 2) for side in upright_size)
+    small = frame.reformat(*((height, width) if swap_sides else (width, height)), format="rgb24").to_ndarray()
     upright = np.ascontiguousarray(np.rot90(small, -job.rotation // 90))
     picture = av.VideoFrame.from_ndarray(upright, format="rgb24").reformat(format="yuvj420p")
     encoder: Any = av.CodecContext.create("mjpeg", "w")
@@ -164,13 +164,13 @@ def _jpeg(frame: Any, job: PicturesJob) -> tuple[tuple[int, int], bytes]:
 
 def _waveform(container: Any, stream: Any, job: PicturesJob) -> Pictures:
     peaks = np.zeros(job.count)
-    per = max(1, -(-job.samples // job.count))
+    samples_per_bin = max(1, -(-job.samples // job.count))
     resampler, at, fault = av.AudioResampler(format="flt", layout="mono"), 0, ""
     try:
         for frame in container.decode(stream):
             for mono in resampler.resample(frame):
                 values = np.abs(mono.to_ndarray().reshape(-1))
-                bins = np.minimum((at + np.arange(len(values))) // per, job.count - 1)
+                bins = np.minimum((at + np.arange(len(values))) // samples_per_bin, job.count - 1)
                 np.maximum.at(peaks, bins, values)
                 at += len(values)
     except av.error.FFmpegError as error:

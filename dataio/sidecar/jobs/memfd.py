@@ -2,7 +2,7 @@
 
 Invariants: a file that `check_arena` or `check_plan` accepts cannot shrink, so reading its mapping cannot kill the
 reader (SIGBUS). A plan cannot change either.
-Failure behaviour: `UsageError` says what is wrong with a descriptor. The contents are not read before the check.
+Failure behaviour: `UsageError` says what is wrong with a descriptor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import UsageError
 
 PLAN_BYTES = 256 * limits.MIB
-_FROZEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+_PLAN_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _HINT = "make it with memfd_create(MFD_ALLOW_SEALING), set its size, then add the seals"
 
 
@@ -26,7 +26,7 @@ def sealed(name: str, data: bytes) -> int:
         while view:
             view = view[os.write(fd, view) :]
         os.lseek(fd, 0, os.SEEK_SET)  # the position is shared with the receiver of the descriptor
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FROZEN | fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _PLAN_SEALS | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(fd)
         raise
@@ -40,7 +40,7 @@ def check_arena(fd: int) -> int:
 
 def check_plan(fd: int) -> int:
     """Check that the plan is a memory file that cannot change and is not too large; returns its size."""
-    size = _check(fd, "the plan", _FROZEN)
+    size = _check(fd, "the plan", _PLAN_SEALS)
     if size > PLAN_BYTES:
         raise UsageError(f"the plan has {size} bytes; the limit is {PLAN_BYTES}")
     return size
@@ -59,6 +59,6 @@ def _check(fd: int, subject: str, required_seals: int) -> int:
             fcntl.F_SEAL_GROW: "F_SEAL_GROW",
             fcntl.F_SEAL_WRITE: "F_SEAL_WRITE",
         }
-        lacking = " and ".join(name for seal, name in names.items() if required_seals & ~seals & seal)
-        raise UsageError(f"{subject} lacks {lacking}", hint=_HINT)
+        missing = " and ".join(name for seal, name in names.items() if required_seals & ~seals & seal)
+        raise UsageError(f"{subject} lacks {missing}", hint=_HINT)
     return os.fstat(fd).st_size

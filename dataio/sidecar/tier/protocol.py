@@ -34,7 +34,7 @@ OBJECT_BYTES = 2 * GIB
 RECORDS = 256
 """Maximum number of records in one answer."""
 IO_SECONDS = 30.0
-"""Time limit of one message, and the longest silence within a body."""
+"""Time limit of one message, and the longest pause within a body."""
 LEAST_RATE = 32 * KIB
 """Minimum bytes a second of a body: half of the lowest rate that can be configured. A slower transfer is aborted."""
 PIECE = 1 * MIB
@@ -125,7 +125,7 @@ class RateLimit:
     """At most `rate` bytes a second, on average over a tenth of a second. Thread-safe."""
 
     def __init__(self, rate: int | None, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._rate, self._sleep, self._free = rate, sleep, 0.0
+        self._rate, self._sleep, self._free_at = rate, sleep, 0.0
         self._lock = threading.Lock()
 
     def take(self, size: int) -> None:
@@ -134,8 +134,8 @@ class RateLimit:
             return
         with self._lock:
             now = time.monotonic()
-            self._free = max(self._free, now - 0.1) + size / self._rate
-            pause = self._free - now
+            self._free_at = max(self._free_at, now - 0.1) + size / self._rate
+            pause = self._free_at - now
         if pause > 0:
             self._sleep(pause)
 
@@ -143,10 +143,10 @@ class RateLimit:
 class Channel:
     """Messages and bytes over a connected socket. For one thread at a time."""
 
-    def __init__(self, sock: socket.socket, pace: RateLimit | None = None) -> None:
-        self._sock, self._pace = sock, pace or RateLimit(None)
+    def __init__(self, sock: socket.socket, rate_limit: RateLimit | None = None) -> None:
+        self._sock, self._rate_limit = sock, rate_limit or RateLimit(None)
         sock.settimeout(IO_SECONDS)
-        if sock.family != socket.AF_UNIX:  # without it, a message waits until the last one is acknowledged
+        if sock.family != socket.AF_UNIX:  # otherwise a message waits until the previous one is acknowledged
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, message: Message) -> None:
@@ -171,7 +171,7 @@ class Channel:
             for at in range(0, len(view), PIECE):
                 part = view[at : at + PIECE]
                 until += len(part) / LEAST_RATE
-                self._pace.take(len(part))
+                self._rate_limit.take(len(part))
                 self._send_all(part, until)
                 sent += len(part)
         return sent
@@ -179,7 +179,7 @@ class Channel:
     def body(self, size: int) -> Iterator[memoryview]:
         """The next `size` bytes in pieces. A piece is valid until the next one is requested."""
         if size < 0:
-            raise ProtocolError("it sends fewer bytes than it has sent already")
+            raise ProtocolError("the object is shorter than the part that was received earlier")
         buffer, remaining = memoryview(bytearray(min(PIECE, max(size, 1)))), size
         until = time.monotonic() + IO_SECONDS
         while remaining:
@@ -210,10 +210,10 @@ class Channel:
 
     def _send_all(self, view: memoryview, until: float) -> None:
         while view:
-            self._limit(until)
+            self._set_timeout(until)
             view = view[self._sock.send(view) :]
 
-    def _limit(self, until: float) -> None:
+    def _set_timeout(self, until: float) -> None:
         """Make the next read or write time out at `until`, or after `IO_SECONDS` if that is earlier."""
         remaining = until - time.monotonic()
         if remaining <= 0:
@@ -223,7 +223,7 @@ class Channel:
     def _fill(self, view: memoryview, until: float, *, may_end: bool = False) -> bool:
         done = 0
         while done < len(view):
-            self._limit(until)
+            self._set_timeout(until)
             received = self._sock.recv_into(view[done:])
             if not received:
                 if may_end and not done:
@@ -236,5 +236,5 @@ class Channel:
 def _check_length(length: int) -> int:
     """Return `length`; `ProtocolError` if a message may not be that long."""
     if length > MESSAGE_BYTES:
-        raise ProtocolError(f"a message of {length} bytes; the most is {MESSAGE_BYTES}")
+        raise ProtocolError(f"a message of {length} bytes; the limit is {MESSAGE_BYTES}")
     return length

@@ -34,7 +34,7 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.store import bucket, ranges, s3
 from headrace.dataio.store.base import Store
-from headrace.dataio.store.bucket_client import LoopThread, Pour
+from headrace.dataio.store.bucket_client import Consumer, LoopThread
 from headrace.dataio.store.bucket_errors import from_answer
 from headrace.dataio.store.open import open_location, open_store
 from headrace.dataio.store.probe import certify
@@ -612,15 +612,17 @@ def test_an_object_replaced_during_a_read_of_several_spans_is_never_mixed(
     kind, replaced = type(connect(parse(s3_url, {}))), asyncio.Event()
     stream, new = kind.stream, b"n" * (ranges.SPAN_BYTES + 5)
 
-    async def replace_between(self: S3Client, doing: str, key: str, start: int, stop: int, pour: Pour) -> str | None:
+    async def replace_between(
+        self: S3Client, doing: str, key: str, start: int, stop: int, consume: Consumer
+    ) -> str | None:
         if start == 0:
-            version = await stream(self, doing, key, start, stop, pour)
+            version = await stream(self, doing, key, start, stop, consume)
             if not replaced.is_set():
                 await self.put("", key, memoryview(new))
                 replaced.set()
             return version
         await replaced.wait()
-        return await stream(self, doing, key, start, stop, pour)
+        return await stream(self, doing, key, start, stop, consume)
 
     monkeypatch.setattr(kind, "stream", replace_between)
     buffer = bytearray(len(new))

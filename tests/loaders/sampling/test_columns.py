@@ -53,7 +53,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dataset
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(columns, "PIECE_SAMPLES", 60)
-    monkeypatch.setattr(columns, "_OWN", ("headrace.", "tests."))
+    monkeypatch.setattr(columns, "_OWN_PACKAGES", ("headrace.", "tests."))
     indexed_datasets.make(open_store(tmp_path / "set"), range(SAMPLES))
     with Dataset(tmp_path / "set") as opened:
         yield opened
@@ -175,7 +175,7 @@ def test_a_second_process_reads_no_column(dataset: Dataset, monkeypatch: pytest.
 
 def _without_tables(url: str) -> list[Any]:
     shared_arrays.SHARED_SAMPLES, columns.PIECE_SAMPLES = 0, 60
-    columns._OWN = ("headrace.", "tests.")
+    columns._OWN_PACKAGES = ("headrace.", "tests.")
     with Dataset.open_lazy(url) as dataset:
         dataset.index.tables = None  # type: ignore[method-assign,assignment]
         return everything(dataset)
@@ -197,7 +197,7 @@ def _remember(barrier: Any) -> None:
 
 def _counting_parts(url: str) -> tuple[list[Any], int]:
     shared_arrays.SHARED_SAMPLES, columns.PIECE_SAMPLES = 0, 60
-    columns._OWN = ("headrace.", "tests.")
+    columns._OWN_PACKAGES = ("headrace.", "tests.")
     reads = 0
     with Dataset.open_lazy(url) as dataset:
         tables = dataset.index.tables
@@ -222,7 +222,7 @@ class OtherBuckets(Buckets):
 
 def test_the_results_of_other_classes_are_not_shared(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
-    monkeypatch.setattr(columns, "_OWN", ("headrace.",))
+    monkeypatch.setattr(columns, "_OWN_PACKAGES", ("headrace.",))
     videos = samples_with(dataset, HasValue("video_ext"), "video")
     folder = Path(os.environ["TMPDIR"], f"headrace-{os.geteuid()}", "arrays")
     works = len(list(folder.iterdir()))

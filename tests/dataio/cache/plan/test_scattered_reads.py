@@ -28,42 +28,42 @@ def test_reads_without_holes_are_of_whole_blocks() -> None:
     apart = ScatteredReads(BLOCK)
     for ranges in (((0, 40), (45, 60)), ((500, 10),), ((0, 0),), (), ((0, 10), (209, 10))):
         apart.read(FILM, ranges)
-    assert not apart.takes(FILM, CLIP)
-    assert judged().takes(FILM, CLIP)
+    assert not apart.skips_blocks(FILM, CLIP)
+    assert judged().skips_blocks(FILM, CLIP)
 
 
 def test_one_read_with_a_hole_shows_what_its_store_holds_and_those_without_are_no_matter() -> None:
     apart = judged()
-    assert apart.takes(FILM._replace(key="b"), ((2010, 30),))
-    assert not apart.takes(FILM._replace(source="clips"), CLIP)
+    assert apart.skips_blocks(FILM._replace(key="b"), ((2010, 30),))
+    assert not apart.skips_blocks(FILM._replace(source="clips"), CLIP)
     for offset in range(0, 3900, 13):
         apart.read(FILM, ((offset, 60),))  # the loader holds the head
-    assert apart.takes(FILM, CLIP)
-    assert apart.takes(FILM, ((2010, 30),))
+    assert apart.skips_blocks(FILM, CLIP)
+    assert apart.skips_blocks(FILM, ((2010, 30),))
 
 
 def test_of_stores_a_bounded_number_is_known() -> None:
     apart = judged()
     for number in range(STORES):
-        assert apart.takes(FILM, CLIP)
+        assert apart.skips_blocks(FILM, CLIP)
         apart.read(FILM._replace(source=f"{number}"), CLIP)
-    assert not apart.takes(FILM, CLIP)
-    assert apart.takes(FILM._replace(source="0"), CLIP)
+    assert not apart.skips_blocks(FILM, CLIP)
+    assert apart.skips_blocks(FILM._replace(source="0"), CLIP)
 
 
 def test_what_takes_up_half_of_its_blocks_comes_with_all_of_them() -> None:
-    assert judged().takes(FILM, ((2010, 50),))
-    assert not judged().takes(FILM, ((2010, 51),))
+    assert judged().skips_blocks(FILM, ((2010, 50),))
+    assert not judged().skips_blocks(FILM, ((2010, 51),))
 
 
 def test_of_blocks_a_bounded_number_is_counted() -> None:
     apart, huge = judged(), FILM._replace(size=10 * KNOWN * BLOCK)
-    assert list(apart.took(huge, ((0, BLOCK - 1),))) == []
+    assert list(apart.count_fetched(huge, ((0, BLOCK - 1),))) == []
     for block in range(1, KNOWN + 1):
-        assert list(apart.took(huge, ((block * BLOCK, 1),))) == []
-    assert list(apart.took(huge, ((0, 1),))) == [], "forgotten"
-    assert list(apart.took(huge, ((1 * BLOCK, BLOCK - 1),))) == []
-    assert list(apart.took(huge, ((KNOWN * BLOCK, BLOCK - 1),))) == [KNOWN]
+        assert list(apart.count_fetched(huge, ((block * BLOCK, 1),))) == []
+    assert list(apart.count_fetched(huge, ((0, 1),))) == [], "forgotten"
+    assert list(apart.count_fetched(huge, ((1 * BLOCK, BLOCK - 1),))) == []
+    assert list(apart.count_fetched(huge, ((KNOWN * BLOCK, BLOCK - 1),))) == [KNOWN]
 
 
 def run(cache: CachePlan, units: Ranges, number: int) -> int:

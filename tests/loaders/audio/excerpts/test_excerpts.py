@@ -202,10 +202,8 @@ def test_a_page_that_is_missing_or_damaged_is_an_error_and_no_silence(
     excerpts_used: ExcerptCounter, damaged: bool
 ) -> None:
     data, info = recording("Opus"), Recording(recording("Opus"), "ogg").info
-    pages = [
-        page.at
-        for page in ogg._pages_until(memoryview(data), 0, ogg._read_page(memoryview(data), 0).serial, 1 << 40, 0)
-    ]  # type: ignore[union-attr]
+    serial = ogg._read_page(memoryview(data), 0).serial  # type: ignore[union-attr]
+    pages = [page.at for page in ogg._pages_until(memoryview(data), 0, serial, 1 << 40, 0)]
     gone = next(number for number, at in enumerate(pages) if ogg._read_page(memoryview(data), at).samples > 12 * 48_000)  # type: ignore[union-attr]
     changed = bytearray(data) if damaged else bytearray(data[: pages[gone]] + data[pages[gone + 1] :])
     if damaged:
