@@ -16,7 +16,7 @@ order, and all ranks agree after each point:
 
 1. Objects that can check their state do so. Nothing has changed yet.
 2. Objects that may refuse their state load it.
-3. The others load theirs.
+3. The others load theirs, schedulers first.
 
 Failure behaviour: after a `MismatchError` of the fit or of point 1, the state is unchanged. If an object refuses its
 state at point 2, only objects of point 2 have changed. A `CorruptionError` is raised while reading, and the
