@@ -300,7 +300,7 @@ def _check_type(type_flag: bytes, name: str, shard: str, position: int) -> None:
         raise UnsupportedError(f"{shard}: {name!r} at offset {position} is a {kind}; a shard holds only regular files")
     segments = name.rstrip("/").split("/")
     if not name or name.startswith("/") or ".." in segments or "\0" in name or "\\" in name:
-        raise UnsupportedError(f"{shard}: the name {name!r} at offset {position} could point outside its folder")
+        raise UnsupportedError(f"{shard}: the name {name!r} at offset {position} could leave its folder")
 
 
 def _check_inside(start: int, length: int, size: int, shard: str, position: int) -> None:
