@@ -57,6 +57,9 @@ class Field(ABC):
             and zeros in a tensor. The entry `<name>.present`, bool (B,), says which samples have it. Default: True.
         uses_caption: whether the field needs the sample's caption. With `required`, samples without one are left out.
             Default: False.
+        in_place: whether `decode` looks only at the start of its one file, and returns the array that is stored after
+            it, to the end of the file. The loader then reads the arrays of other files with the same start directly
+            into the batch, and does not call `decode` for them. Default: False.
 
     Example:
         >>> @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Field(ABC):
     collate: Collate = "stack"
     required: bool = True
     uses_caption: bool = False
+    in_place: bool = False
 
     @abstractmethod
     def decode(self, data: FieldInput) -> Any:
@@ -89,4 +93,4 @@ class Field(ABC):
 
         The loader admits samples by it. Default: the total size of the files.
         """
-        return sum(member.length for member in sample.members if member.ext in self.files)
+        return sum([member.length for member in sample.members if member.ext in self.files])
