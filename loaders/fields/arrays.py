@@ -349,20 +349,21 @@ def _safetensors_header(data: memoryview, what: str) -> tuple[dict[str, Any], in
 
 
 def _entry(name: str, value: Any, what: str) -> Entry:
-    wrong = CorruptionError(f"{what} is damaged: the entry of its tensor {name!r:.80} is not valid")
-    if not isinstance(value, dict):
-        raise wrong
-    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
-        raise wrong
-    if dtype not in _BITS:
+    given: dict[str, Any] = value if isinstance(value, dict) else {}
+    dtype: Any = given.get("dtype")
+    shape: Any = given.get("shape")
+    offsets: Any = given.get("data_offsets")
+    if isinstance(dtype, str) and dtype not in _BITS:
         raise UnsupportedError(f"{what} has a tensor {name!r:.80} of the unknown dtype {dtype!r:.40}")
-    size = _size(shape, _BITS[dtype])
-    if size is None or len(offsets) != 2 or not all(type(one) is int and one >= 0 for one in offsets):
-        raise wrong
-    if offsets[1] - offsets[0] != size:
-        raise wrong
+    size = _size(shape, _BITS[dtype]) if isinstance(dtype, str) and isinstance(shape, list) else None
+    if size is None or not _is_range(offsets) or offsets[1] - offsets[0] != size:
+        raise CorruptionError(f"{what} is damaged: the entry of its tensor {name!r:.80} is not valid")
     return Entry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _is_range(offsets: Any) -> bool:
+    """Whether this is a list of two offsets."""
+    return isinstance(offsets, list) and len(offsets) == 2 and all(type(one) is int and one >= 0 for one in offsets)
 
 
 def read_tensor(data: memoryview, start: int, entry: Entry, what: str = "the file") -> Any:
@@ -386,4 +387,4 @@ def read_tensor(data: memoryview, start: int, entry: Entry, what: str = "the fil
     import torch
 
     bits = _view(contents, entry.shape, len(contents), np.dtype(f"<u{TORCH_DTYPES[name]}"), "C", what)
-    return torch.tensor(bits).view(getattr(torch, name))
+    return torch.from_numpy(bits.copy()).view(getattr(torch, name))
