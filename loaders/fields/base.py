@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.dataio.shards.sample import Sample
-from headrace.loaders.interfaces import Collate, SampleRef
+from headrace.loaders.interfaces import Collate as Collate  # for fields of users
+from headrace.loaders.interfaces import SampleRef
 
 if TYPE_CHECKING:
     import torch
