@@ -11,6 +11,7 @@ anything. Iteration raises the errors of `headrace.loaders.loader`, and those of
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from dataclasses import replace as replace_field
@@ -292,6 +293,18 @@ class _Fields:
             pixels=pixels,
             images=images,
             drawn=next(iter(self.videos), None),
+            in_place=self._in_place() if output.device.type == "cpu" else frozenset(),
+        )
+
+    def _in_place(self) -> frozenset[str]:
+        """The entries of arrays that may be read directly into the batch."""
+        if self.videos or self.sounds or self._config.transform is not None:
+            return frozenset()
+        uses = Counter(ext for one in self.others.values() for ext in one.files)
+        return frozenset(
+            name
+            for name, one in self.others.items()
+            if one.in_place and one.collate == "stack" and len(one.files) == 1 and uses[one.files[0]] == 1
         )
 
     def grouped(self, delivery: DeliveryOptions, streams: Sequence[int]) -> DeliveryOptions:

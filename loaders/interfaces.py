@@ -18,7 +18,7 @@ the fault of one sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
@@ -55,6 +55,31 @@ class FileTarget(NamedTuple):
 
     files: Files
     memory: memoryview
+
+
+class ArrayPlace(msgspec.Struct, frozen=True, gc=False):
+    """The memory of an entry of arrays, which are stored at the ends of files.
+
+    Args:
+        prefix: the bytes before the array in each file.
+        memory: the arrays of all slots of the batch.
+        size: bytes of an array.
+    """
+
+    prefix: bytes
+    memory: memoryview
+    size: int
+
+
+class ArrayTargets(msgspec.Struct, frozen=True, gc=False):
+    """The batch's memory for the arrays of the sample in `slot`. `places` are by the extension of the file."""
+
+    places: Mapping[str, ArrayPlace]
+    slot: int
+
+
+IN_PLACE: Any = object()
+"""Stands for a value that is in the batch already."""
 
 
 class RowSpan(msgspec.Struct, frozen=True, gc=False):
@@ -144,12 +169,14 @@ class FetchedSample(msgspec.Struct, frozen=True, gc=False):
         target: the batch's memory, into which "video" may be decoded. The batch ignores its content if processing
             fails.
         files: the files, if they were read directly into the batch; `media` is empty then.
+        placed: extensions of files whose arrays were read directly into the batch; `media` lacks these files.
     """
 
     ref: SampleRef
     media: Mapping[str, Media]
     target: PixelTarget | None = None
     files: Files | None = None
+    placed: Collection[str] = ()
 
 
 class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
@@ -158,10 +185,13 @@ class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
     Args:
         sample: the sample that was processed, which may be a substitute.
         tensors: stacked in the batch. A sample without tensors is left out of the batch. In a batch of fields, the
-            values of the fields, of any type; None if a sample lacks an optional field.
+            values of the fields, of any type; None if a sample lacks an optional field, and `IN_PLACE` if the value is
+            in the batch already.
         values: further values, which the batch holds as tensors or lists (see `SampleLayout.numbers`).
         skipped: the damaged samples that this one replaces.
         in_place: True if the bytes of the tensors are in the batch already.
+        prefixes: for arrays that are stored at the end of a file: the file's extension and the bytes before the array,
+            by the name of the value.
     """
 
     sample: Sample
@@ -169,6 +199,7 @@ class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
     values: Mapping[str, Any] = {}
     skipped: tuple[SkippedSample, ...] = ()
     in_place: bool = False
+    prefixes: Mapping[str, tuple[str, bytes]] = {}
 
 
 class RowLayout(msgspec.Struct, frozen=True):
@@ -208,6 +239,7 @@ class FieldsLayout(msgspec.Struct, frozen=True):
         pixels: the format of each entry of pixels, (T, 3, H, W).
         images: entries of pixels that have no axis for time in the batch.
         drawn: the entry that decoders may write into the batch's memory.
+        in_place: entries of arrays that may be read directly into the batch (see `Field.in_place`).
     """
 
     collate: Mapping[str, Collate] = {}
@@ -215,6 +247,7 @@ class FieldsLayout(msgspec.Struct, frozen=True):
     pixels: Mapping[str, Output] = {}
     images: frozenset[str] = frozenset()
     drawn: str | None = None
+    in_place: frozenset[str] = frozenset()
 
 
 class SampleLayout(msgspec.Struct, frozen=True):

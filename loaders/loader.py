@@ -433,9 +433,8 @@ class BaseLoader(IterableDataset[dict[str, Any]]):
         builder = SampleBuilder(
             plan, processor, readers, quarantine=self._quarantine, memory=memory, on_error=self._on_error
         )
-        buffers = BufferPool(
-            output.device, pinned=output.pinned, reuse=not delivery.copy, spare=delivery.prefetch_batches + 3
-        )
+        spare = (delivery.prefetch_batches + 3) * len(processor.layout.tensors)  # each tensor has its own block
+        buffers = BufferPool(output.device, pinned=output.pinned, reuse=not delivery.copy, spare=spare)
         executor = BatchExecutor(
             builder.build,
             layout=processor.layout,

@@ -19,6 +19,7 @@ samples.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import random
@@ -33,7 +34,7 @@ import numpy as np
 import xxhash
 
 from headrace.bench.core.command import Job, benchmark
-from headrace.bench.core.measure import Candidate, Meter, alternate
+from headrace.bench.core.measure import Candidate, Meter, alternate, children
 from headrace.bench.core.results import Metric, Part
 from headrace.bench.workloads.loader import installed
 from headrace.bench.workloads.raw import HELD, require_equal_digests, shard_path
@@ -245,14 +246,17 @@ def measure(name: str, folder: str, samples: int) -> dict[str, float]:
 
     torch.set_num_threads(1)
     run = CANDIDATES[name] if name in CANDIDATES else PEERS[name][0]
-    meter, count, before, first, last = Meter(), 0, 0, 0.0, 0.0
+    others, meter, count, before, first, last = set(children()), Meter(), 0, 0, 0.0, 0.0
     began = time.perf_counter()
     for batch in run(Path(folder), EPOCHS):
         count += len(batch.captions)
         last = time.perf_counter() - began
         if not before:
             before, first = count, last
-    read = meter.read()  # the workers have ended
+    gc.collect()  # ends workers of loaders that are part of reference cycles
+    if left := set(children()) - others:
+        raise AssertionError(f"{name} left {len(left)} processes running, whose CPU time would not count")
+    read = meter.read()
     if count != EPOCHS * samples:
         raise AssertionError(f"{name} delivered {count} of {EPOCHS * samples} samples")
     return {

@@ -31,7 +31,7 @@ import torch
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.sample import Files
 from headrace.loaders.batch.memory import BufferPool
-from headrace.loaders.interfaces import FileTarget, PixelTarget, ProcessedSample, SampleLayout, SampleRef
+from headrace.loaders.interfaces import ArrayTargets, FileTarget, PixelTarget, ProcessedSample, SampleLayout, SampleRef
 
 _RELEASED = torch.empty(0)
 """Replaces a sample's tensor once it is in the batch."""
@@ -83,7 +83,11 @@ class Batch:
         """Bytes of the tensors that were allocated so far."""
         return sum([tensor.nbytes for tensor in list(self._tensors.values())])
 
-    def targets(self, slots: Sequence[int]) -> Sequence[PixelTarget | FileTarget | None]:
+    def parts(self, slots: Sequence[int]) -> Sequence[Sequence[int]]:
+        """Which of these slots are built together, in this order."""
+        return [slots]
+
+    def targets(self, slots: Sequence[int]) -> Sequence[PixelTarget | FileTarget | ArrayTargets | None]:
         """Where each of these samples may be written directly. None if it must be passed to `put`."""
         return [self.target(slot) for slot in slots]
 

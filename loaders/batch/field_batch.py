@@ -19,7 +19,17 @@ import torch
 from headrace.dataio.core.errors import UsageError
 from headrace.loaders.batch.batch import AXES, Batch, Output, without_data
 from headrace.loaders.batch.memory import BufferPool
-from headrace.loaders.interfaces import Collate, FieldsLayout, ProcessedSample, SampleLayout
+from headrace.loaders.interfaces import (
+    IN_PLACE,
+    ArrayPlace,
+    ArrayTargets,
+    Collate,
+    FieldsLayout,
+    FileTarget,
+    PixelTarget,
+    ProcessedSample,
+    SampleLayout,
+)
 
 
 class FieldBatch(Batch):
@@ -31,6 +41,8 @@ class FieldBatch(Batch):
         super().__init__(size, layout=layout, output=output, buffers=buffers)
         self._kept: list[dict[str, Any]] = [{} for _ in range(size)]
         """For each slot, the values that are not stacked."""
+        self._places: dict[str, ArrayPlace] = {}
+        """Where arrays can be read directly into the batch, by the extension of their file."""
         self._unfinished = size
         self._entries: dict[str, Any] = {}
         if not size:
@@ -40,12 +52,26 @@ class FieldBatch(Batch):
     def nbytes(self) -> int:
         return super().nbytes + sum(getattr(value, "nbytes", 0) for kept in self._kept for value in kept.values())
 
+    def parts(self, slots: Sequence[int]) -> Sequence[Sequence[int]]:
+        """The first sample alone if it shows where the arrays of the others belong."""
+        return [slots[:1], slots[1:]] if self._fields.in_place and not self._places and len(slots) > 1 else [slots]
+
+    def targets(self, slots: Sequence[int]) -> Sequence[PixelTarget | FileTarget | ArrayTargets | None]:
+        if not self._places:
+            return super().targets(slots)
+        places = self._places.copy()
+        return [ArrayTargets(places, slot) for slot in slots]
+
     def put(self, slot: int, sample: ProcessedSample) -> None:
         """Write the values that are stacked, and keep the others until the last sample is put."""
         kept = dict[str, Any]()
         for name, value in sample.tensors.items():
+            if value is IN_PLACE:
+                continue
             if value is not None and self._collation(name, value) == "stack":
                 self._stack_value(name, slot, value, sample)
+                if name in sample.prefixes:
+                    self._add_place(name, value, *sample.prefixes[name])
             else:
                 kept[name] = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
         self._kept[slot], self.samples[slot] = kept, without_data(sample)
@@ -89,6 +115,13 @@ class FieldBatch(Batch):
             np.copyto(target.numpy(), value)  # the bytes of a file are read-only, and torch takes no such arrays
         else:
             self._stack(name, slot, torch.from_numpy(value.copy()) if is_array else tensor, sample)
+
+    def _add_place(self, name: str, value: Any, ext: str, prefix: bytes) -> None:
+        """Read the arrays of files that begin with `prefix` into the entry `name` from now on."""
+        entry = self._tensors[name]
+        if ext not in self._places and entry.dtype == torch.from_numpy(np.empty(0, value.dtype)).dtype:
+            memory = entry.numpy().reshape(-1).view(np.uint8).data
+            self._places[ext] = ArrayPlace(prefix, memory, value.nbytes)
 
     def _finish(self) -> None:
         """Make all entries. Runs in the thread that put the last sample."""

@@ -170,14 +170,15 @@ class BatchExecutor:
         """Build the samples of these slots and put them into the batch. Runs in the pool."""
         if self._stopped.is_set():
             return
-        refs, reads = [planned.refs[slot] for slot in slots], [planned.reads[slot] for slot in slots]
         with (
             contextlib.suppress(Closed, Cancelled),  # the batch is no longer needed
             torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext(),
             cancelled_by(self._stopped),
         ):
-            for slot, sample in zip(slots, self._build(refs, batch.targets(slots), reads), strict=True):
-                batch.put(slot, sample)
+            for part in batch.parts(slots):
+                refs, reads = [planned.refs[slot] for slot in part], [planned.reads[slot] for slot in part]
+                for slot, sample in zip(part, self._build(refs, batch.targets(part), reads), strict=True):
+                    batch.put(slot, sample)
             if self._stream is not None:
                 self._stream.synchronize()  # other streams may now read what this one wrote
 

@@ -27,6 +27,7 @@ from headrace.loaders.fetch.byte_ranges import union
 from headrace.loaders.fetch.sample_reader import Range, SampleReader, spans
 from headrace.loaders.interfaces import (
     DAMAGE,
+    ArrayTargets,
     FetchedSample,
     FileTarget,
     Needs,
@@ -41,7 +42,7 @@ from headrace.loaders.quarantine.records import SkippedSample
 
 MAX_SUBSTITUTES = 16
 OnError = Literal["replace", "skip"]
-Target = PixelTarget | FileTarget | None
+Target = PixelTarget | FileTarget | ArrayTargets | None
 """The batch's memory for a sample. None if the sample is copied into the batch later."""
 
 
@@ -158,10 +159,11 @@ class SampleBuilder:
         self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
     ) -> list[FetchedSample | HeadraceError]:
         """Read the samples. Parts of the same sample share its bytes."""
+        fetched = self._fetch_arrays(refs, targets, reads)
         slots_of = dict[tuple[int, int], list[int]]()
         for slot, ref in enumerate(refs):
-            slots_of.setdefault((ref.source, ref.sample.id), []).append(slot)
-        fetched = dict[int, FetchedSample | HeadraceError]()
+            if slot not in fetched:
+                slots_of.setdefault((ref.source, ref.sample.id), []).append(slot)
         for first, *other_slots in slots_of.values():
             needs = reads[first].needs
             if other_slots:
@@ -172,6 +174,22 @@ class SampleBuilder:
                     sample if isinstance(sample, HeadraceError) else _for_part(sample, refs[slot], targets[slot])
                 )
         return [fetched[slot] for slot in range(len(refs))]
+
+    def _fetch_arrays(
+        self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
+    ) -> dict[int, FetchedSample | HeadraceError]:
+        """Read arrays directly into the batch. Returns the samples for which this was possible, by slot."""
+        by_source = dict[int, list[tuple[int, ArrayTargets]]]()
+        for slot, (ref, target) in enumerate(zip(refs, targets, strict=True)):
+            if isinstance(target, ArrayTargets) and not self._quarantine.known_bad(ref):
+                by_source.setdefault(ref.source, []).append((slot, target))
+        fetched = dict[int, FetchedSample | HeadraceError]()
+        for source, group in by_source.items():
+            samples = [(refs[slot].sample, reads[slot].needs, target) for slot, target in group]
+            for (slot, target), files in zip(group, self._readers[source].fetch_arrays(samples), strict=True):
+                if files is not None:
+                    fetched[slot] = FetchedSample(refs[slot], files, placed=target.places)
+        return fetched
 
     def _fetch_files(
         self, refs: Sequence[SampleRef], targets: Sequence[Target], reads: Sequence[PlannedRead]
@@ -271,4 +289,4 @@ def _for_part(fetched: FetchedSample, ref: SampleRef, target: Target) -> Fetched
 
 def _pixels(target: Target) -> PixelTarget | None:
     """The target if a decoder can write pixels into it, else None."""
-    return None if isinstance(target, FileTarget) else target
+    return target if callable(target) else None

@@ -21,6 +21,7 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import xxhash
 
 from headrace.dataio.cache.readers.base import GAP_BYTES, Read, ShardReader, one_by_one
@@ -32,7 +33,7 @@ from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.byte_ranges import Runs
 from headrace.loaders.fetch.partial_file import HEAD_CACHE_BYTES, HeadCache, Media, PartialFile
-from headrace.loaders.interfaces import Needs
+from headrace.loaders.interfaces import ArrayTargets, Needs
 
 _log = get_logger(__name__)
 
@@ -184,6 +185,24 @@ class SampleReader:
                     check_cancelled()
         return count
 
+    def fetch_arrays(self, samples: Sequence[tuple[Sample, Needs, ArrayTargets]]) -> list[dict[str, memoryview] | None]:
+        """Read the needed files of many samples, and their arrays directly into the targets.
+
+        Returns:
+            For each sample, its other files by extension. None if the sample must be read by `fetch`: a file has
+            another length or prefix than its target, or a file, or one of an earlier sample, cannot be read.
+        """
+        found: list[dict[str, memoryview] | None] = [None] * len(samples)
+        placed = [(number, files) for number, one in enumerate(samples) if (files := _placed(*one)) is not None]
+        with contextlib.suppress(HeadraceError):
+            for start in range(0, len(placed), AT_ONCE):
+                batch = placed[start : start + AT_ONCE]
+                reads = [(samples[number][0].shard, _pieces_of(files)) for number, files in batch]
+                for (number, files), _ in zip(batch, self._reader.read_each(reads), strict=True):
+                    found[number] = _checked(files)
+                    check_cancelled()
+        return found
+
     def ranges(self, sample: Sample, needs: Needs) -> list[Range]:
         """The ranges that `fetch` reads, as far as the index predicts them, without the pieces that are in memory."""
         predicted = list[Range]()
@@ -238,6 +257,64 @@ def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
         pieces.append((member.offset, memory[at:end]))
         at = end
     return pieces
+
+
+class _PlacedFile(msgspec.Struct, frozen=True, gc=False):
+    """A file that is read into `start` and, if it ends with an array, the array into the batch's memory.
+
+    `start` must then be the `prefix`.
+    """
+
+    member: Member
+    start: memoryview
+    prefix: bytes = b""
+    array: memoryview | None = None
+
+
+def _placed(sample: Sample, needs: Needs, targets: ArrayTargets) -> list[_PlacedFile] | None:
+    """The needed files and where they are read.
+
+    None if the sample lacks one of them, or if one does not have the length of its target.
+    """
+    files: list[_PlacedFile] = []  # a plain loop, as in `spans`
+    places, missing = targets.places, len(targets.places)
+    for member in sample.members:
+        if (place := places.get(member.ext)) is not None:
+            prefix, size, at = place.prefix, place.size, targets.slot * place.size
+            if member.length != len(prefix) + size:
+                return None
+            start = memoryview(bytearray(len(prefix)))
+            files.append(_PlacedFile(member, start, prefix, place.memory[at : at + size]))
+            missing -= 1
+        elif member.ext in needs:
+            files.append(_PlacedFile(member, memoryview(bytearray(member.length))))
+    return files if len(files) == len(needs) and not missing else None
+
+
+def _pieces_of(files: Sequence[_PlacedFile]) -> list[tuple[int, memoryview]]:
+    pieces: list[tuple[int, memoryview]] = []
+    for file in files:
+        offset = file.member.offset
+        pieces.append((offset, file.start))
+        if file.array is not None:
+            pieces.append((offset + len(file.start), file.array))
+    return pieces
+
+
+def _checked(files: Sequence[_PlacedFile]) -> dict[str, memoryview] | None:
+    """The files without arrays. None if a file has another prefix than its target, or a wrong checksum."""
+    others: dict[str, memoryview] = {}
+    for file in files:
+        digest = xxhash.xxh3_64(file.start)
+        if file.array is None:
+            others[file.member.ext] = file.start.toreadonly()
+        elif file.start == file.prefix:
+            digest.update(file.array)
+        else:
+            return None
+        if digest.intdigest() != file.member.xxh3:
+            return None
+    return others
 
 
 def _missing_bytes(shard: str, error: HeadraceError) -> CorruptionError:

@@ -85,10 +85,11 @@ class Npy(Field):
     collate: Collate = "stack"
     required: bool = True
     files: tuple[str, ...] = option(init=False, repr=False)
+    in_place: bool = option(init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_options(self, check_file(self, self.file))
-        check_dtype(self, self.dtype)
+        object.__setattr__(self, "in_place", check_dtype(self, self.dtype) is None)
 
     def decode(self, data: FieldInput) -> Any:
         return converted(read_npy(data.files[self.file], f".{self.file}"), _name(self.dtype))

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.dataio.shards.sample import Sample
-from headrace.loaders.interfaces import Collate, SampleRef
+from headrace.loaders.interfaces import Collate as Collate  # for fields of users
+from headrace.loaders.interfaces import SampleRef
 
 if TYPE_CHECKING:
     import torch
@@ -68,6 +69,9 @@ class Field(ABC):
             and zeros in a tensor. The entry `<name>.present`, bool (B,), says which samples have it. Default: True.
         uses_caption: whether the field needs the sample's caption. With `required`, samples without one are left out.
             Default: False.
+        in_place: whether `decode` looks only at the start of its one file, and returns the array that is stored after
+            it, to the end of the file. The loader then reads the arrays of other files with the same start directly
+            into the batch, and does not call `decode` for them. Default: False.
 
     Example:
         >>> import dataclasses
@@ -87,6 +91,7 @@ class Field(ABC):
     collate: Collate = "stack"
     required: bool = True
     uses_caption: bool = False
+    in_place: bool = False
 
     @abstractmethod
     def decode(self, data: FieldInput) -> Any:
@@ -104,4 +109,4 @@ class Field(ABC):
 
         The loader limits the memory of its samples by it. Default: the total size of the files.
         """
-        return sum(member.length for member in sample.members if member.ext in self.files)
+        return sum([member.length for member in sample.members if member.ext in self.files])

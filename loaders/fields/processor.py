@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from msgspec.structs import replace
 
@@ -24,6 +26,7 @@ from headrace.loaders.fetch.byte_ranges import union
 from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.interfaces import (
     DAMAGE,
+    IN_PLACE,
     FetchedSample,
     FieldsLayout,
     Needs,
@@ -73,6 +76,10 @@ class FieldsProcessor:
     ) -> None:
         self._media, self._fields, self._order, self._layout = tuple(media), dict(fields), tuple(order), layout
         self._aligned = dict(aligned)
+        # arrays that may be read into the batch are views of their files otherwise
+        self._costed = [field for name, field in fields.items() if name not in layout.in_place]
+        whole = dict.fromkeys(ext for field in fields.values() for ext in field.files)
+        self._fixed_needs = whole if not media and all(field.required for field in fields.values()) else None
 
     @property
     def layout(self) -> SampleLayout:
@@ -85,6 +92,8 @@ class FieldsProcessor:
         return SampleLayout(self._order, numbers, fields=self._layout)
 
     def needs(self, ref: SampleRef) -> Needs:
+        if self._fixed_needs is not None:
+            return self._fixed_needs
         needs: dict[str, Any] = {}
         for part in self._media:
             for ext, runs in part.processor.needs(ref).items():
@@ -95,8 +104,8 @@ class FieldsProcessor:
         return needs
 
     def cost(self, sample: Sample) -> int:
-        media = sum(part.processor.cost(sample) for part in self._media)
-        return media + sum(field.nbytes(sample) for field in self._fields.values())
+        media = sum([part.processor.cost(sample) for part in self._media])
+        return media + sum([field.nbytes(sample) for field in self._costed])
 
     def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
         values: list[dict[str, Any]] = [{} for _ in fetched]
@@ -110,29 +119,44 @@ class FieldsProcessor:
                     continue
                 values[slot] |= {part.names[name]: tensor for name, tensor in result.tensors.items()}
                 numbers[slot] |= {part.names[name]: n for name, n in result.values.items() if name in part.names}
+        prefixes: list[dict[str, tuple[str, bytes]]] = [{} for _ in fetched]
         for slot, sample in enumerate(fetched):
-            errors[slot] = errors[slot] or self._decode(sample, values[slot])
+            errors[slot] = errors[slot] or self._decode(sample, values[slot], prefixes[slot])
         return [
-            error or ProcessedSample(sample.ref.sample, {name: values_of_sample[name] for name in self._order}, extra)
-            for sample, error, values_of_sample, extra in zip(fetched, errors, values, numbers, strict=True)
+            error
+            or ProcessedSample(
+                sample.ref.sample, {name: of_sample[name] for name in self._order}, extra, prefixes=before
+            )
+            for sample, error, of_sample, extra, before in zip(fetched, errors, values, numbers, prefixes, strict=True)
         ]
 
     def close(self) -> None:
         for part in self._media:
             part.processor.close()
 
-    def _decode(self, fetched: FetchedSample, values: dict[str, Any]) -> HeadraceError | None:
-        """Add the values of all other fields. Returns the error if one of them is damaged."""
-        sample = fetched.ref.sample
+    def _decode(
+        self, fetched: FetchedSample, values: dict[str, Any], prefixes: dict[str, tuple[str, bytes]]
+    ) -> HeadraceError | None:
+        """Add the values of the other fields, and the bytes before them in their files.
+
+        Returns the error if one of them is damaged.
+        """
+        sample, placed, in_place = fetched.ref.sample, fetched.placed, self._layout.in_place
         for name, field in self._fields.items():
+            if placed and name in in_place and field.files[0] in placed:
+                values[name] = IN_PLACE
+                continue
             if not field.required and not all(ext in fetched.media for ext in field.files):
                 values[name] = None
                 continue
             files = {ext: fetched.media[ext][:] for ext in field.files}
             try:
-                values[name] = field.decode(FieldInput(sample, files, fetched.ref))
+                value = field.decode(FieldInput(sample, files, fetched.ref))
                 if name in self._aligned:
-                    values[name] = align_mask(values[name], fetched.ref, self._aligned[name])
+                    value = align_mask(value, fetched.ref, self._aligned[name])
+                values[name] = value
+                if name in in_place and (prefix := _prefix(files[field.files[0]], value)) is not None:
+                    prefixes[name] = field.files[0], prefix
             except DAMAGE as error:
                 return type(error)(f"field {name!r}: {error.message}", hint=error.hint)
             except Exception as error:
@@ -186,6 +210,21 @@ class TransformedFields(ProcessorWrapper):
 def _owned(value: Any) -> Any:
     """Copy an array into a tensor, which a transform may keep or change."""
     return torch.from_numpy(value.copy()) if hasattr(value, "__array_interface__") else value
+
+
+def _prefix(file: memoryview, value: Any) -> bytes | None:
+    """The bytes before an array that ends the file. None if the file does not end with the bytes of `value`."""
+    if not isinstance(value, np.ndarray) or not value.nbytes or value.dtype == np.bool_:
+        return None  # the bytes of bools are checked when they are decoded
+    start = len(file) - value.nbytes
+    if start < 0 or not value.flags.c_contiguous or not value.dtype.isnative:
+        return None
+    is_stored = _address(value) == _address(np.frombuffer(file, np.uint8)) + start
+    return bytes(file[:start]) if is_stored else None
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _joined(runs: Any, others: Any) -> Any:

@@ -89,7 +89,7 @@ class ThreadBuffer(threading.local):
     """
 
     def __init__(self) -> None:
-        self._block = np.empty(0, np.uint8)
+        self._block = np.empty(1, np.uint8).data
         self._last_allocation: weakref.ref[np.ndarray] | None = None
 
     def allocate(self, size: int) -> memoryview:
@@ -97,8 +97,9 @@ class ThreadBuffer(threading.local):
         if size > REUSED_BYTES:
             return np.empty(size, np.uint8).data
         if size > len(self._block) or (self._last_allocation is not None and self._last_allocation() is not None):
-            self._block = np.empty(max(size + size // 8, _GRAIN), np.uint8)
-        allocation = self._block[:size]
+            self._block = np.empty(max(size + size // 8, _GRAIN), np.uint8).data
+        # Not a view of an array: numpy's views of a view refer only to the first array, and not to `allocation`.
+        allocation = np.frombuffer(self._block, np.uint8, size)
         self._last_allocation = weakref.ref(allocation)
         return allocation.data
 

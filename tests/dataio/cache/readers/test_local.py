@@ -121,6 +121,23 @@ def test_a_view_keeps_its_bytes_for_as_long_as_it_is_held_and_memory_that_is_not
     assert len(made) <= 3  # nothing, that of what is held, and one for all others
 
 
+@pytest.mark.parametrize(
+    "array_of",
+    [
+        lambda view: np.ndarray(
+            len(view), np.uint8, buffer=view
+        ),  # numpy leaves out views between an array and its owner
+        lambda view: np.frombuffer(view, np.uint8),
+        lambda view: np.asarray(view)[:],
+    ],
+)
+def test_an_array_over_a_view_keeps_its_bytes(reader: DirectReader, array_of: Any) -> None:
+    array = array_of(reader.read("a", [(100, 1000)])[0])
+    for offset in range(3):
+        reader.read("b", [(offset, 1000)])
+    assert array.tobytes() == payload("a")[100:1100]
+
+
 def test_threads_read_side_by_side(reader: DirectReader) -> None:
     def some(seed: int) -> None:
         draw = random.Random(seed)
