@@ -298,7 +298,7 @@ class _Fields:
 
     def _in_place(self) -> frozenset[str]:
         """The entries of arrays that may be read directly into the batch."""
-        if self.videos or self.sounds or self._config.transform is not None:
+        if self.videos or self.audios or self._config.transform is not None:
             return frozenset()
         uses = Counter(ext for one in self.others.values() for ext in one.files)
         return frozenset(

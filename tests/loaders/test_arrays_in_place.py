@@ -124,10 +124,12 @@ def test_batches_may_have_different_shapes(make: Make, decoded: list[str]) -> No
         epoch(folder, FIELDS)
 
 
-def test_other_dtypes_are_converted_to_the_first_of_the_batch(make: Make) -> None:
+def test_other_dtypes_are_refused_unless_the_field_has_one(make: Make) -> None:
     dtypes = [np.float16, np.int16]
     folder = make([sample(number, **{"latent.npy": latent(number, dtype=dtypes[number % 2])}) for number in range(8)])
-    for number, values in epoch(folder, FIELDS).items():
+    with pytest.raises(UsageError, match="give the field a dtype"):
+        epoch(folder, FIELDS)
+    for number, values in epoch(folder, {"latent": Npy("latent.npy", dtype="float16")}).items():
         assert np.array_equal(values["latent"].numpy(), latent(number))
 
 
