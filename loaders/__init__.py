@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.loaders.fields.base import Field, FieldInput
     from headrace.loaders.fields.video import Image, Video
     from headrace.loaders.file_loader import FileLoader
+    from headrace.loaders.planes import planes_to_rgb, split_planes
     from headrace.loaders.quarantine.shared_list import QuarantineList
     from headrace.loaders.sampling.buckets import Bucket, Buckets, Durations
     from headrace.loaders.sampling.mixture import Mixture
@@ -54,7 +55,9 @@ __all__ = [
     "Video",
     "VideoLoader",
     "Window",
+    "planes_to_rgb",
     "register_decoder",
+    "split_planes",
 ]
 
 _HOME = {
@@ -78,7 +81,9 @@ _HOME = {
     "Video": "headrace.loaders.fields.video",
     "VideoLoader": "headrace.loaders.video_loader",
     "Window": "headrace.loaders.audio.spec",
+    "planes_to_rgb": "headrace.loaders.planes",
     "register_decoder": "headrace.loaders.decode.registry",
+    "split_planes": "headrace.loaders.planes",
 }
 
 
