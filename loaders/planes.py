@@ -39,6 +39,7 @@ def split_planes(planes: torch.Tensor, pixel_format: PixelFormat = "yuv420p") ->
         UsageError: for tensors of another shape or dtype.
 
     Example:
+        >>> import torch
         >>> luma, chroma = split_planes(torch.zeros(2, 4, 48, 64, dtype=torch.uint8))
         >>> luma.shape, chroma.shape
         (torch.Size([2, 4, 32, 64]), torch.Size([2, 4, 2, 16, 32]))

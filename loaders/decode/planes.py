@@ -8,8 +8,8 @@ Invariants:
   each kind for each 2 x 2 pixels: all of Cb before all of Cr ("yuv420p", "yuv420p10"), or pairs ("nv12").
 - The part of the frame that RGB would show is cropped to the nearest even source pixels, then scaled. So chroma stays
   aligned with luma. An odd last row or column of the source is left out.
-- Matrix and range are those of the clip's first frame, by the rule of `color="tagged"`. They are not converted. RGB and
-  grey sources become full-range BT.601.
+- Matrix and range are those of the clip's first frame, by the rule of `color="tagged"`. They are not converted. RGB
+  becomes BT.601 of limited range, and grey keeps its full range.
 - The module does not import torch, so the decoding subprocess starts quickly.
 
 Failure behaviour: `UnsupportedError` for a matrix that libswscale does not convert to RGB either, and for a video that
@@ -37,7 +37,8 @@ _MATRICES = {0: 6, 1: 1, 2: 6, 4: 4, 5: 6, 6: 6, 7: 7, 9: 9}
 takes it where the file names none (2), and for 0, which has no meaning for YCbCr."""
 _MATRIX_NAMES = {1: "bt709", 4: "fcc", 6: "smpte170m", 7: "smpte240m", 9: "bt2020"}
 _FULL_RANGE = 2  # libav's AVCOL_RANGE_JPEG
-_CONVERTED = (6, 1)  # matrix and range of the planes of RGB and grey sources, which are those of JPEG
+_RGB_COLOR = (6, 0)  # of the planes of RGB sources: libswscale's chroma of full range is darker by half a step
+_GREY_COLOR = (6, 1)
 _AS_STORED = {"yuv420p": ("yuv420p", "yuvj420p"), "yuv420p10le": ("yuv420p10le",)}
 
 
@@ -55,8 +56,10 @@ def clip_shape(request: Request, planes: Planes) -> tuple[int, int, int]:
 def color_of(frame: VideoFrame) -> tuple[int, int]:
     """The code point of the matrix in ITU-T H.273, and 1 for the full range, else 0."""
     pixels = frame.format
-    if pixels.is_rgb or len(pixels.components) < 3:
-        return _CONVERTED
+    if pixels.is_rgb or pixels.has_palette:
+        return _RGB_COLOR
+    if len(pixels.components) < 3:
+        return _GREY_COLOR
     matrix = _MATRICES.get(int(frame.colorspace))
     if matrix is None:
         raise UnsupportedError(f"frames with the colour matrix {int(frame.colorspace)} of H.273")
