@@ -53,8 +53,8 @@ class Video:
         size (tuple[int, int] | None): height and width in pixels. A clip is scaled to cover it, then cropped. None
             keeps the source's size, which all clips of a batch must then share. Default: None.
         crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder: as in `VideoLoader`.
-        pixel_format (str): "rgb", or raw planes of half the bytes, without colour conversion: "yuv420p" or "nv12",
-            uint8, or "yuv420p10", uint16 with 10 bits. Sides are even, and PyAV decodes. Default: "rgb".
+        pixel_format (str): "rgb", or raw planes without colour conversion: "yuv420p" or "nv12", uint8 with half the
+            bytes of RGB, or "yuv420p10", uint16 with 10 bits. Sides are even, and PyAV decodes. Default: "rgb".
 
     Raises:
         UsageError: for impossible options.

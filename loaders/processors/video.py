@@ -298,6 +298,8 @@ class ClipProcessor:
         start = decoded.pts[0] * request.info.time_base
         values: dict[str, float] = {"clip": float(start)}
         if request.planes:
+            if decoded.color is None:
+                return UnsupportedError("the decoder does not make planes", hint='use decoder="pyav"')
             tensors = {"video": decoded.frames, "color": torch.tensor(decoded.color, dtype=torch.int64)}
         else:
             tensors = {"video": decoded.frames if request.fit else self._fit(fetched, request, decoded.frames)}

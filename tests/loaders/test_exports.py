@@ -17,21 +17,29 @@ from headrace.loaders.config import LoaderConfig
 
 def test_the_public_names_are_these() -> None:
     assert loaders.__all__ == [
+        "Audio",
         "AudioLoader",
         "AudioSpec",
         "Bucket",
         "Buckets",
         "Clip",
         "Durations",
+        "Field",
+        "FieldInput",
         "FileLoader",
+        "Image",
+        "Loader",
         "LogMel",
         "Mixture",
         "Order",
         "Packing",
         "QuarantineList",
+        "Video",
         "VideoLoader",
         "Window",
+        "planes_to_rgb",
         "register_decoder",
+        "split_planes",
     ]
     assert dir(loaders) == loaders.__all__
     for name in loaders.__all__:
