@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from headrace.loaders.fields.text import Bytes, Json, Text
     from headrace.loaders.fields.video import Image, Video
     from headrace.loaders.file_loader import FileLoader
+    from headrace.loaders.planes import planes_to_rgb, split_planes
     from headrace.loaders.quarantine.shared_list import QuarantineList
     from headrace.loaders.sampling.buckets import Bucket, Buckets, Durations
     from headrace.loaders.sampling.mixture import Mixture
@@ -65,8 +66,10 @@ __all__ = [
     "VideoLoader",
     "Window",
     "field_from",
+    "planes_to_rgb",
     "register_decoder",
     "register_field",
+    "split_planes",
 ]
 
 _HOME = {
@@ -97,8 +100,10 @@ _HOME = {
     "VideoLoader": "headrace.loaders.video_loader",
     "Window": "headrace.loaders.audio.spec",
     "field_from": "headrace.loaders.fields.registry",
+    "planes_to_rgb": "headrace.loaders.planes",
     "register_decoder": "headrace.loaders.decode.registry",
     "register_field": "headrace.loaders.fields.registry",
+    "split_planes": "headrace.loaders.planes",
 }
 
 

@@ -17,6 +17,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from dataclasses import replace as replace_field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
@@ -163,6 +164,11 @@ class _Fields:
                     hint=f"the fields of this kind are: {there}",
                 )
             if isinstance(one, Mask):
+                if self.videos[one.like].pixel_format != "rgb":
+                    raise UsageError(
+                        f"the mask {name!r} cannot be aligned with raw planes, whose crop begins at even pixels",
+                        hint=f'give {one.like!r} pixel_format="rgb"',
+                    )
                 self._likes[name] = one.like
             else:
                 self._add_track(name, one, one.like)
@@ -250,19 +256,33 @@ class _Fields:
             name: clip_specs(self.videos[like].spec(), self._video_buckets, streams)
             for name, like in self._likes.items()
         }
-        return FieldsProcessor(media, self.others, tuple(self.named), self._layout(output), aligned)
+        return FieldsProcessor(media, self.others, self._entries, self._layout(output), aligned)
+
+    @property
+    def _planes(self) -> dict[str, Video]:
+        """The fields of raw planes."""
+        return {name: one for name, one in self.videos.items() if one.pixel_format != "rgb"}
+
+    @property
+    def _entries(self) -> list[str]:
+        """The entries of the fields. The colour information of planes follows them."""
+        entries = list[str]()
+        for name in self.named:
+            entries += [name, f"{name}.color"] if name in self._planes else [name]
+        return entries
 
     def _video_part(
         self, name: str, in_subprocess: SubprocessDecoder | None, output: Output, streams: Sequence[int]
     ) -> MediaFields:
         """The field `name` and the audio of its clips."""
         video, device, names = self.videos[name], output.device, {"video": name, "clip": f"{name}.start"}
+        names["color"] = f"{name}.color"  # of planes
         audio = None
         if name in self.tracks:
             track_name, track = self.tracks[name]
             audio = track.spec()
             names |= {"audio": track_name, "mel": track_name, "audio_samples": f"{track_name}.samples"}
-        decoder = in_subprocess or registry.open_decoder(video.decoder, device.type, device.index or 0)
+        decoder = in_subprocess or registry.open_decoder(video.decoder_option, device.type, device.index or 0)
         decode_audio = in_subprocess.decode_audio if in_subprocess else None
         specs = clip_specs(video.spec(audio), self._video_buckets, streams)
         clips = by_stream([ClipProcessor(spec, decoder, decode_audio) for spec in specs])
@@ -285,13 +305,16 @@ class _Fields:
 
     def _layout(self, output: Output) -> FieldsLayout:
         pixels = {name: self._config.output(one.normalize, one.dtype, one.layout) for name, one in self.videos.items()}
+        dtypes = {"yuv420p10": torch.uint16}
+        planes = {name: dtypes.get(one.pixel_format, torch.uint8) for name, one in self._planes.items()}
         images = frozenset(name for name, one in self.videos.items() if isinstance(one, Image))
         return FieldsLayout(
             collate={name: one.collate if isinstance(one, Field) else "stack" for name, one in self.named.items()}
             | dict(self._config.collate),
             optional=frozenset(name for name, one in self.others.items() if not one.required),
-            pixels=pixels,
+            pixels={name: one for name, one in pixels.items() if name not in planes},
             images=images,
+            planes=planes,
             drawn=next(iter(self.videos), None),
             in_place=self._in_place() if output.device.type == "cpu" else frozenset(),
         )
@@ -316,7 +339,7 @@ class _Fields:
         if len(self.videos) != 1:
             return delivery
         (video,) = self.videos.values()
-        decoder = registry.FALLBACK if config.decode_in_subprocess is not False else video.decoder
+        decoder = registry.FALLBACK if config.decode_in_subprocess is not False else video.decoder_option
         if not registry.candidates(decoder, delivery.output.device.type)[0].shares_decoding:
             return delivery
         specs = clip_specs(video.spec(), self._video_buckets, streams)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
@@ -45,8 +44,9 @@ Needs = Mapping[str, "Runs | None"]
 """The byte ranges to read of each file of a sample, by file extension; None for the whole file. The ranges are a
 prediction: decoders may read others."""
 
-PixelTarget = Callable[[tuple[int, ...]], "npt.NDArray[np.uint8] | None"]
-"""Returns the batch's memory for a clip of this shape, (T, 3, H, W), or None if the batch does not store such pixels.
+PixelTarget = Callable[[tuple[int, ...]], "npt.NDArray[Any] | None"]
+"""Returns the batch's memory for a clip of this shape, or None if the batch does not store such pixels. The shape is
+(T, 3, H, W), or that of planes.
 """
 
 
@@ -237,7 +237,8 @@ class FieldsLayout(msgspec.Struct, frozen=True):
             and other values are in lists.
         optional: entries that some samples may lack. Their value is None.
         pixels: the format of each entry of pixels, (T, 3, H, W).
-        images: entries of pixels that have no axis for time in the batch.
+        images: entries of pixels or planes that have no axis for time in the batch.
+        planes: the dtype of each entry of planes, (T, H * 3 / 2, W).
         drawn: the entry that decoders may write into the batch's memory.
         in_place: entries of arrays that may be read directly into the batch (see `Field.in_place`).
     """
@@ -246,6 +247,7 @@ class FieldsLayout(msgspec.Struct, frozen=True):
     optional: frozenset[str] = frozenset()
     pixels: Mapping[str, Output] = {}
     images: frozenset[str] = frozenset()
+    planes: Mapping[str, torch.dtype] = {}
     drawn: str | None = None
     in_place: frozenset[str] = frozenset()
 

@@ -39,10 +39,14 @@ OURS, FLOOR = "headrace", "floor: our decoder alone"
 
 
 class Peer(NamedTuple):
-    """A candidate: a function of (source, kind) that yields batches, and the packages that it needs."""
+    """A candidate: a function of (source, kind) that yields batches, and the packages that it needs.
+
+    `shape` is that of its samples, if they are not those of the kind.
+    """
 
     run: Callable[..., Iterator[torch.Tensor]]
     packages: tuple[str, ...] = ()
+    shape: tuple[int, ...] | None = None
 
 
 class Kind(Protocol):
@@ -189,7 +193,16 @@ def _close_connections() -> None:
 
 def batches(name: str, source: Source, kind: Kind) -> Iterator[torch.Tensor]:
     """Return the batches of the candidate `name`."""
-    return (kind.ours() | kind.peers())[name].run(source, kind)
+    return _candidate(name, kind).run(source, kind)
+
+
+def shape_of(name: str, kind: Kind) -> tuple[int, ...]:
+    """Return the shape of the samples that the candidate `name` delivers."""
+    return _candidate(name, kind).shape or kind.shape
+
+
+def _candidate(name: str, kind: Kind) -> Peer:
+    return (kind.ours() | kind.peers())[name]
 
 
 # --- making the files

@@ -12,7 +12,7 @@ Invariants:
 
 * A file depends only on its number.
 * Each candidate delivers uint8 (clips of a file, 16, 3, size, size): every second frame from random starts, resized to
-  cover the size and cropped around the centre. It decodes with one thread.
+  cover the size and cropped around the centre. It decodes with one thread. `PLANES` delivers the same clips as yuv420p.
 * Peers read all clips of a file from one open file, in order of time. Headrace mixes the clips of different files in a
   batch.
 
@@ -41,6 +41,7 @@ from headrace.bench.peers import loaders
 from headrace.bench.peers.loaders import THREADS, decoding, peers_with, peers_with_own_python
 from headrace.bench.peers.source import FLOOR, OURS, Peer, Source, repeat_files
 
+PLANES = f"{OURS}, planes"
 FAST, FAST_FLOOR = f"{OURS}, color='fast'", f"{FLOOR}, color='fast'"
 FPS = 25
 FRAMES, STRIDE = 16, 2
@@ -122,10 +123,11 @@ class Videos:
             _clips(self, folder, count, progress)
 
     def ours(self) -> dict[str, Peer]:
-        """Headrace and the upper bound ("floor"), with exact and with fast colour conversion."""
+        """Headrace and the upper bound ("floor"), with exact and with fast colour conversion, and raw planes."""
         return {
             OURS: Peer(_headrace),
             FAST: Peer(functools.partial(_headrace, color="fast")),
+            PLANES: Peer(_headrace_planes, shape=(FRAMES, self.size * 3 // 2, self.size)),
             FLOOR: Peer(_decoder_only),
             FAST_FLOOR: Peer(functools.partial(_decoder_only, color="fast")),
         }
@@ -357,6 +359,16 @@ def load(source: Source, clip: Any, size: int, batch_size: int, color: Any = "bt
 
     options: dict[str, Any] = {"sidecar": None, "drop_last": False, "num_threads": THREADS, "color": color}
     with VideoLoader(source.url("dataset"), batch_size, clip=clip, size=(size, size), **options) as loader:
+        for batch in loader:
+            yield batch["video"]
+
+
+def _headrace_planes(source: Source, kind: Videos) -> Iterator[torch.Tensor]:
+    from headrace.loaders import Clip, Loader, Video
+
+    video = Video(Clip(FRAMES, STRIDE, per_video=kind.per_file), (kind.size, kind.size), pixel_format="yuv420p")
+    options: dict[str, Any] = {"sidecar": None, "drop_last": False, "num_threads": THREADS}
+    with Loader(source.url("dataset"), BATCH, fields={"video": video}, **options) as loader:
         for batch in loader:
             yield batch["video"]
 

@@ -237,17 +237,17 @@ def measure(candidate: str, source: Source, kind: Kind) -> dict[str, float]:
     """Measure one epoch of one candidate. `steady_per_s` excludes everything up to the first batch."""
     import torch
 
-    from headrace.bench.peers.source import batches
+    from headrace.bench.peers.source import batches, shape_of
 
     torch.set_num_threads(1)
     memory, sent, meter = TreeMemory(), source.bytes_sent(), Meter()
     began = time.perf_counter()
-    samples, first, before, last = 0, 0.0, 0, 0.0
+    samples, first, before, last, shape = 0, 0.0, 0, 0.0, shape_of(candidate, kind)
     for batch in batches(candidate, source, kind):
         samples += batch.shape[0]
         if not first:
             first, before = time.perf_counter() - began, samples
-        if batch.shape[1:] != kind.shape or str(batch.dtype) != f"torch.{kind.dtype}":
+        if batch.shape[1:] != shape or str(batch.dtype) != f"torch.{kind.dtype}":
             raise AssertionError(f"{candidate} delivered {tuple(batch.shape)} {batch.dtype}")
         last = time.perf_counter() - began
     read = meter.read()

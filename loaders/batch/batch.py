@@ -92,7 +92,7 @@ class Batch:
         return [self.target(slot) for slot in slots]
 
     def target(self, slot: int) -> PixelTarget | None:
-        """Where uint8 pixels for this slot may be written before `put`.
+        """Where pixels for this slot may be written before `put`.
 
         None if the batch stores the pixels in another form.
         """
@@ -100,9 +100,11 @@ class Batch:
         if (name := self._drawn) is None:
             return None
 
-        def drawn(shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
-            pixels: npt.NDArray[np.uint8] = self._target(name, shape, torch.uint8)[slot].numpy()
-            return pixels if pixels.shape == shape and pixels.dtype == np.uint8 else None
+        dtype = self._pixel_dtype(name)
+
+        def drawn(shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
+            pixels = self._target(name, shape, dtype)[slot]
+            return pixels.numpy() if pixels.shape == shape and pixels.dtype == dtype else None
 
         return drawn
 
@@ -142,6 +144,10 @@ class Batch:
     def _pixel_entry(self) -> str | None:
         """The entry into which decoders may write pixels, if any."""
         return "video" if "video" in self._layout.tensors and self._output.is_plain else None
+
+    def _pixel_dtype(self, name: str) -> torch.dtype:
+        """The dtype of the pixels that decoders write into this entry."""
+        return torch.uint8
 
     def _pixels(self, name: str) -> Output | None:
         """The format of an entry of pixels. None for other entries."""

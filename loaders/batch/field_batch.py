@@ -88,7 +88,12 @@ class FieldBatch(Batch):
 
     def _pixel_entry(self) -> str | None:
         name = self._fields.drawn
-        return name if name is not None and self._fields.pixels[name].is_plain else None
+        if name is None or name in self._fields.planes:
+            return name if self._output.device.type == "cpu" else None
+        return name if self._fields.pixels[name].is_plain else None
+
+    def _pixel_dtype(self, name: str) -> torch.dtype:
+        return self._fields.planes.get(name, torch.uint8)
 
     def _pixels(self, name: str) -> Output | None:
         return self._fields.pixels.get(name)
@@ -172,7 +177,8 @@ class FieldBatch(Batch):
                 tensor[slot].zero_()
         compacted = self._compact(name, slots)
         if compacted is not None and name in self._fields.images:
-            return compacted.squeeze(1 + AXES[self._fields.pixels[name].axes].index(0))
+            pixels = self._fields.pixels.get(name)
+            return compacted.squeeze(1 if pixels is None else 1 + AXES[pixels.axes].index(0))
         return compacted
 
     def _collect(self, name: str, values: list[Any]) -> None:

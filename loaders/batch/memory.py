@@ -32,7 +32,13 @@ import torch
 
 _GRAIN = 1 << 16
 _HUGE = 4 << 20
-_IN_NUMPY = {torch.uint8: np.uint8, torch.float32: np.float32, torch.float16: np.float16, torch.int64: np.int64}
+_IN_NUMPY = {
+    torch.uint8: np.uint8,
+    torch.uint16: np.uint16,
+    torch.float32: np.float32,
+    torch.float16: np.float16,
+    torch.int64: np.int64,
+}
 Block = mmap.mmap
 
 

@@ -22,7 +22,7 @@ raises only when the back end itself fails.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -33,11 +33,11 @@ from headrace.loaders.clip import Wanted
 from headrace.loaders.fetch.partial_file import Media
 
 if TYPE_CHECKING:  # the decoding subprocess does not import torch
-    import numpy as np
     import numpy.typing as npt
     import torch
 
 Color = Literal["bt601", "tagged", "fast"]
+PixelFormat = Literal["rgb", "yuv420p", "nv12", "yuv420p10"]
 MAX_CLIP_BYTES = 4 * GIB
 """The limit on the size of one decoded clip before it is resized."""
 GPU_BATCH = 16
@@ -59,11 +59,26 @@ class Fit(msgspec.Struct, frozen=True):
     mirror: bool = False
 
 
+class Planes(msgspec.Struct, frozen=True):
+    """A clip of planes instead of RGB (see `headrace.loaders.decode.planes`).
+
+    Frames are scaled and cropped as by `Fit`; a `size` of None keeps the source's size. Then they are rotated clockwise
+    by `rotation` degrees and mirrored. `size` and `at` are those of the rotated clip.
+    """
+
+    pixel_format: PixelFormat
+    size: tuple[int, int] | None = None
+    at: tuple[float, float] = (0.5, 0.5)
+    mirror: bool = False
+    rotation: int = 0
+
+
 class Request(msgspec.Struct, frozen=True):
     """One clip to decode.
 
     `data` is the file, as bytes or as an object that reads them on access. It must stay valid until `decode` returns.
-    `allocate(shape)` returns memory for the fitted frames, or None; the decoder then allocates its own.
+    `allocate(shape)` returns memory for the fitted frames or planes, or None; the decoder then allocates its own. With
+    `planes`, which only PyAV supports, `color` and `fit` have no effect.
     """
 
     data: Media
@@ -71,18 +86,21 @@ class Request(msgspec.Struct, frozen=True):
     wanted: Wanted
     color: Color = "bt601"
     fit: Fit | None = None
-    allocate: Callable[[tuple[int, ...]], npt.NDArray[np.uint8] | None] | None = None
+    allocate: Callable[[tuple[int, ...]], npt.NDArray[Any] | None] | None = None
+    planes: Planes | None = None
 
 
 class Decoded(msgspec.Struct, frozen=True):
     """A decoded clip.
 
     `frames` is uint8 (T, H, W, 3), or (T, 3, h, w) if a `Fit` was applied, on the back end's device. `pts` are the T
-    time stamps in units of the stream's time base.
+    time stamps in units of the stream's time base. Of planes, `frames` is (T, h * 3 / 2, w), and `color` is the matrix
+    (its code point in ITU-T H.273) and the range (1 if it is full).
     """
 
     frames: torch.Tensor
     pts: tuple[int, ...]
+    color: tuple[int, int] | None = None
 
 
 class Decoder(Protocol):
@@ -118,3 +136,10 @@ def whole_clip_bytes(info: VideoInfo, frames: int) -> int:
 def cropped_clip_bytes(info: VideoInfo, frames: int, size: tuple[int, int]) -> int:
     """Bytes of a clip whose frames are scaled and cropped one by one, so that only a few are kept at full size."""
     return whole_clip_bytes(info, _FRAMES_IN_WORK) + size[0] * size[1] * 3 * frames
+
+
+def planes_bytes(info: VideoInfo, frames: int, size: tuple[int, int] | None, pixel_format: PixelFormat) -> int:
+    """The maximum number of bytes that decoding a clip of planes takes."""
+    height, width = size or (info.height, info.width)
+    sample_bytes = 2 if pixel_format == "yuv420p10" else 1
+    return whole_clip_bytes(info, _FRAMES_IN_WORK) + height * width * 3 // 2 * sample_bytes * frames

@@ -44,7 +44,7 @@ MARGIN, LEAST = 4, 8
 """`MARGIN`: pixels at the edges of a part that may differ. `LEAST`: the minimum number of rows and columns of a part.
 With fewer, libswscale returns slightly different pixels."""
 KEPT = 6
-_PLANAR = frozenset(
+PLANAR = frozenset(
     f"yuv{j}{sampling}p" for j in ("", "j") for sampling in ("420", "422", "444")
 ) | {f"yuv{sampling}p10le" for sampling in ("420", "422", "444")}  # fmt: skip
 
@@ -60,7 +60,7 @@ class Part(msgspec.Struct, frozen=True):
 
 def is_usual(frame: VideoFrame) -> bool:
     """Whether cropping the planes and converting with vector instructions does not change any pixel of this frame."""
-    return frame.format.name in _PLANAR and frame.width % 2 == 0 and frame.height % 2 == 0
+    return frame.format.name in PLANAR and frame.width % 2 == 0 and frame.height % 2 == 0
 
 
 def with_margin(rows: tuple[int, int], columns: tuple[int, int], frame: VideoFrame) -> Part:
@@ -83,19 +83,20 @@ def _widened(begin: int, end: int, side: int) -> tuple[int, int]:
 def rgb(frame: VideoFrame, color: Color, part: Part | None = None) -> Chain:
     """The filter chain that converts a frame, or a part of it, to rgb24."""
     if color == "fast":
-        return *_cut(part, frame), ("scale", "flags=bilinear"), ("format", "rgb24")
+        return *cut(part, frame), ("scale", "flags=bilinear"), ("format", "rgb24")
     scale = ("scale", f"flags={EXACT}" + (":in_color_matrix=bt601" if color == "bt601" else ""))
     if not is_usual(frame):
-        return *_cut(part, frame), scale, ("format", "rgb24")
-    return *_cut(part, frame), scale, ("format", "gbrp"), ("scale", ""), ("format", "rgb24")
+        return *cut(part, frame), scale, ("format", "rgb24")
+    return *cut(part, frame), scale, ("format", "gbrp"), ("scale", ""), ("format", "rgb24")
 
 
 def scaled(frame: VideoFrame, part: Part, height: int, width: int) -> Chain:
     """The filter chain that converts and scales a part of a frame to planes in one pass, by the file's colour tags."""
-    return *_cut(part, frame), ("scale", f"{width}:{height}:flags={EXACT}"), ("format", "gbrp")
+    return *cut(part, frame), ("scale", f"{width}:{height}:flags={EXACT}"), ("format", "gbrp")
 
 
-def _cut(part: Part | None, frame: VideoFrame) -> Chain:
+def cut(part: Part | None, frame: VideoFrame) -> Chain:
+    """The filter chain that cuts a part out of a frame."""
     if part is None or part == Part(0, frame.height, 0, frame.width):
         return ()
     size = f"{part.right - part.left}:{part.bottom - part.top}"
@@ -267,7 +268,8 @@ class Axis(msgspec.Struct, frozen=True):
         margin = math.ceil((max(1.0, self.step) + 4) / self.step)
         first = next(j for j in range(max(0, self.first - margin), -1, -1) if self._is_even(j))
         last = next(
-            j for j in range(self.first + self.kept + margin, self.scaled + 1) if self._is_even(j) or j == self.scaled
+            j for j in range(self.first + self.kept + margin, self.scaled + 1)
+            if self._is_even(j) or j == self.scaled
         ) if self.first + self.kept + margin < self.scaled else self.scaled  # fmt: skip
         begin = 2 * round(self.step * first / 2)
         end = self.source if last == self.scaled else 2 * round(self.step * last / 2)

@@ -9,6 +9,7 @@ Invariants:
 - The decoder must return each requested frame, undamaged and in order.
 - A frame is decoded only if it is requested or if others refer to it, as far as the packets show this.
 - Clips that are decoded together are bit-identical to clips that are decoded alone.
+- Planes (`headrace.loaders.decode.planes`) are those of FFmpeg's decoders, of JPEGs too.
 - A JPEG is decoded completely and strictly, always as JFIF's full-range BT.601. Warnings of libjpeg count as errors. No
   more pixels are decoded than the index lists.
 - A clip uses one codec context with one thread. Clips are decoded in parallel.
@@ -39,7 +40,8 @@ from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import Color, Decoded, Request, cropped_clip_bytes, whole_clip_bytes
-from headrace.loaders.decode.convert import U8, Canvas, Converter, FullSizeCanvas, OnePassCanvas, Paintable
+from headrace.loaders.decode.convert import Canvas, Converter, FullSizeCanvas, OnePassCanvas, Paintable
+from headrace.loaders.decode.planes import PlanesCanvas, Samples
 from headrace.loaders.decode.registry import register_decoder
 from headrace.loaders.decode.trim import NoStartError, Window, has_decode_order, open_window
 
@@ -49,8 +51,8 @@ _SKIPPING = frozenset(["h264", "hevc"])
 
 
 Surface = TypeVar("Surface", bound=Canvas)
-ClipPixels = tuple[U8, tuple[int, ...]]
-"""A clip and its T time stamps."""
+ClipPixels = tuple[Samples, tuple[int, ...], tuple[int, int] | None]
+"""A clip, its T time stamps, and the matrix and range of planes."""
 
 
 class PyAVDecoder:
@@ -114,6 +116,8 @@ def _decode_together(requests: Sequence[Request], converter: Converter) -> Itera
 def _canvas(request: Request, converter: Converter) -> Any:
     """The canvas for a clip. torch is imported only if the canvas needs it."""
     fit = request.fit
+    if request.planes is not None:
+        return PlanesCanvas(request, request.planes, converter)
     if fit is None:
         return FullSizeCanvas(request, converter)
     if is_one_pass(request):
@@ -126,7 +130,7 @@ def _canvas(request: Request, converter: Converter) -> Any:
 def _as_decoded(canvas: Any, pts: tuple[int, ...]) -> Decoded:
     import torch
 
-    return Decoded(torch.as_tensor(canvas.clip), pts)
+    return Decoded(torch.as_tensor(canvas.clip), pts, getattr(canvas, "color", None))
 
 
 def is_one_pass(request: Request) -> bool:
@@ -141,12 +145,15 @@ def clip_of(request: Request, converter: Converter | None = None) -> ClipPixels:
     `fit` is applied only if `is_one_pass(request)`. Other requests must not have one.
     """
     used = converter or Converter()
-    fit = request.fit
+    fit, planes = request.fit, request.planes
+    if planes is not None:
+        of_planes, pts = _draw_clip(request, lambda: PlanesCanvas(request, planes, used))
+        return of_planes.clip, pts, of_planes.color
     if fit is not None:
         one_pass, pts = _draw_clip(request, lambda: OnePassCanvas(request, fit, used))
-        return one_pass.clip, pts
+        return one_pass.clip, pts, None
     canvas, pts = _draw_clip(request, lambda: FullSizeCanvas(request, used))
-    return canvas.clip, pts
+    return canvas.clip, pts, None
 
 
 def _draw_clip(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Surface, tuple[int, ...]]:
@@ -160,7 +167,7 @@ def _draw_clip(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Su
 
 def _draw_image(request: Request, canvas: Surface) -> tuple[Surface, tuple[int, ...]]:
     """Draw an image on every frame of the clip."""
-    pixels = decode_jpeg(request) if is_jpeg(request.info) else None
+    pixels = decode_jpeg(request) if is_jpeg(request.info) and request.planes is None else None
     if pixels is None:
         frame = images.decode(request.data[:])
         if (frame.width, frame.height) != (request.info.width, request.info.height) or frame.is_corrupt:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from headrace.loaders.audio.decode import F32
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.decode import resize, subprocess_worker
 from headrace.loaders.decode.base import MAX_CLIP_BYTES, Color, Decoded, Request, whole_clip_bytes
+from headrace.loaders.decode.planes import clip_shape, sample_type
 from headrace.loaders.decode.pyav import is_one_pass
 from headrace.loaders.fetch.partial_file import Media, PartialFile, SentPieces
 
@@ -82,22 +84,34 @@ class SubprocessDecoder:
         self._pool.close()
 
     def _decode(self, request: Request) -> Decoded | HeadraceError:
-        fit = request.fit if is_one_pass(request) else None
+        fit, planes = request.fit if is_one_pass(request) else None, request.planes
         try:
             result = self._ask(
                 request.data,
                 lambda sent: subprocess_worker.ClipTask(
-                    sent, info=request.info, wanted=request.wanted, color=request.color, fit=fit
+                    sent, info=request.info, wanted=request.wanted, color=request.color, fit=fit, planes=planes
                 ),
             )
         except HeadraceError as error:
             return error
         clip = len(request.wanted.values)
-        expected = (clip, request.info.height, request.info.width, 3) if fit is None else (clip, 3, *fit.size)
-        if result.shape != expected or len(result.data) != np.prod(expected) or len(result.numbers) != expected[0]:
+        expected: tuple[int, ...] = (clip, request.info.height, request.info.width, 3)
+        kind: np.dtype[Any] = np.dtype(np.uint8)
+        if planes is not None:
+            expected, kind = clip_shape(request, planes), np.dtype(sample_type(planes.pixel_format))
+        elif fit is not None:
+            expected = (clip, 3, *fit.size)
+        nbytes = np.prod(expected) * kind.itemsize
+        if (
+            result.shape != expected
+            or len(result.data) != nbytes
+            or len(result.numbers) != clip
+            or (planes is None) != (result.color is None)
+        ):
             return CorruptionError("reading it made the decoder answer nonsense")
-        frames = torch.frombuffer(bytearray(result.data), dtype=torch.uint8).view(expected)
-        return Decoded(frames if fit else resize.apply(frames, request.fit), result.numbers)
+        frames = torch.from_numpy(np.frombuffer(bytearray(result.data), kind).reshape(expected))
+        is_finished = fit is not None or planes is not None
+        return Decoded(frames if is_finished else resize.apply(frames, request.fit), result.numbers, result.color)
 
     def _ask(self, data: Media, task: Callable[[bytes | SentPieces], subprocess_worker.Task]) -> subprocess_worker.Done:
         """Send the task to a process, and return its result.

@@ -24,7 +24,7 @@ from headrace.dataio.shards.workers.worker import die_with_parent, read_frame, w
 from headrace.loaders.audio.decode import decode_audio
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.clip import Wanted
-from headrace.loaders.decode.base import Color, Fit, Request
+from headrace.loaders.decode.base import Color, Fit, Planes, Request
 from headrace.loaders.decode.pyav import clip_of
 from headrace.loaders.fetch.partial_file import Media, MissingPieceError, SentFile, SentPieces
 
@@ -40,6 +40,7 @@ class ClipTask(msgspec.Struct, tag="see"):
     wanted: Wanted
     color: Color
     fit: Fit | None = None
+    planes: Planes | None = None
 
 
 class AudioTask(msgspec.Struct, tag="listen"):
@@ -62,11 +63,15 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Done(msgspec.Struct, tag="done"):
-    """A decoded array. `numbers` holds the time stamps of a clip, or the number of samples that are real audio."""
+    """A decoded array. `numbers` holds the time stamps of a clip, or the number of samples that are real audio.
+
+    `color` is the matrix and range of planes.
+    """
 
     shape: tuple[int, ...]
     numbers: tuple[int, ...]
     data: bytes
+    color: tuple[int, int] | None = None
 
 
 class Missing(msgspec.Struct, tag="missing"):
@@ -94,7 +99,8 @@ def answer(task: Task) -> Answer:
 
 
 def _decode_clip(task: ClipTask) -> Answer:
-    return _done(*clip_of(Request(_media(task.data), task.info, task.wanted, color=task.color, fit=task.fit)))
+    request = Request(_media(task.data), task.info, task.wanted, color=task.color, fit=task.fit, planes=task.planes)
+    return _done(*clip_of(request))
 
 
 def _decode_audio(task: AudioTask) -> Answer:
@@ -108,8 +114,8 @@ def _media(data: bytes | SentPieces) -> Media:
     return SentFile(data) if isinstance(data, SentPieces) else memoryview(data)
 
 
-def _done(array: np.ndarray[Any, Any], numbers: tuple[int, ...]) -> Done:
-    return Done(array.shape, numbers, np.ascontiguousarray(array).tobytes())
+def _done(array: np.ndarray[Any, Any], numbers: tuple[int, ...], color: tuple[int, int] | None = None) -> Done:
+    return Done(array.shape, numbers, np.ascontiguousarray(array).tobytes(), color)
 
 
 def serve(source: IO[bytes], out: IO[bytes]) -> None:

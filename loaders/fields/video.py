@@ -24,7 +24,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.loaders.clip import Clip, ClipCounts
 from headrace.loaders.decode import registry
-from headrace.loaders.decode.base import Color
+from headrace.loaders.decode.base import Color, PixelFormat
 from headrace.loaders.processors.video import ClipSpec, Cut
 from headrace.loaders.sampling.columns import F64, HasValue, bucket_numbers, small_numbers
 from headrace.loaders.sampling.permutation import I64
@@ -46,13 +46,17 @@ MAX_SIDE = 16_384
 class Video:
     """A clip of the sample's video: uint8 (T, 3, H, W) for each sample.
 
-    The entry `<name>.start`, float64 (B,), has the start of each clip in seconds.
+    The entry `<name>.start`, float64 (B,), has the start of each clip in seconds. With raw planes, a clip is
+    (T, H * 3 / 2, W), and the entry `<name>.color`, int64 (B, 2), has the matrix and the range of each clip.
+    `planes_to_rgb` converts them.
 
     Args:
         clip (Clip | None): which frames form a clip. Default: `Clip()`, 16 frames.
         size (tuple[int, int] | None): height and width in pixels. A clip is scaled to cover it, then cropped. None
             keeps the source's size, which all clips of a batch must then share. Default: None.
         crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder: as in `VideoLoader`.
+        pixel_format (str): "rgb", or raw planes without colour conversion: "yuv420p" or "nv12", uint8 with half the
+            bytes of RGB, or "yuv420p10", uint16 with 10 bits. Sides are even, and PyAV decodes. Default: "rgb".
 
     Raises:
         UsageError: an option is invalid.
@@ -76,6 +80,7 @@ class Video:
     dtype: str | torch.dtype | None = None
     layout: str = "TCHW"
     decoder: str = "auto"
+    pixel_format: PixelFormat = "rgb"
 
     def __post_init__(self) -> None:
         clip: object = self.clip
@@ -83,8 +88,32 @@ class Video:
             object.__setattr__(self, "clip", Clip(**clip))
         check_type("clip", self.clip, Clip, "clip=Clip(frames=16)")
         check_choice("color", self.color, ("bt601", "tagged", "fast"))
+        check_choice("pixel_format", self.pixel_format, ("rgb", "yuv420p", "nv12", "yuv420p10"))
         registry.check_option(self.decoder)
         self.spec()
+        if self.pixel_format != "rgb":
+            self._check_planes()
+
+    def _check_planes(self) -> None:
+        """Raise `UsageError` for options that planes do not have."""
+        if self.decoder not in ("auto", registry.FALLBACK):
+            raise UsageError(
+                f"decoder={self.decoder!r} delivers no {self.pixel_format}; PyAV does, on the CPU",
+                hint=f'decoder="{registry.FALLBACK}", or leave it out',
+            )
+        for name in ("color", "normalize", "dtype", "layout", "antialias"):
+            if getattr(self, name) != getattr(Video, name):
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} does not go with pixel_format={self.pixel_format!r}, "
+                    "which delivers planes without conversion",
+                    hint=f"leave {name} out; headrace.loaders.planes_to_rgb converts on the GPU",
+                )
+        _check_even(self.size, self.pixel_format)
+
+    @property
+    def decoder_option(self) -> str:
+        """The decoder, as `registry.candidates` takes it. PyAV makes planes."""
+        return self.decoder if self.pixel_format == "rgb" else registry.FALLBACK
 
     def spec(self, audio: AudioSpec | None = None) -> ClipSpec:
         """Return the format of a clip, with or without audio."""
@@ -99,6 +128,7 @@ class Video:
             cut=Cut(self.crop, self.flip_prob),
             antialias=checked("antialias", self.antialias, bool),
             color=self.color,
+            pixel_format=self.pixel_format,
         )
 
     def condition(self, buckets: Buckets | None = None) -> HasValue:
@@ -115,8 +145,8 @@ class Image(Video):
 
     Args:
         clip (Clip | None): which frame of a video; its `frames` is 1. Default: `Clip(frames=1)`.
-        size, crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder: as in `Video`. `layout` names
-            the axes of a clip; the entry has no axis T.
+        size, crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder, pixel_format: as in `Video`.
+            `layout` names the axes of a clip; the entry has no axis T.
 
     Raises:
         UsageError: an option is invalid.
@@ -154,6 +184,9 @@ def video_bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None
             "start='every' needs clips of one length, but buckets with frames have several",
             hint="leave the buckets' frames out, or use another start",
         )
+    if spec.pixel_format != "rgb":
+        for bucket in buckets.buckets:
+            _check_even(bucket.size, spec.pixel_format)
     assign = AssignVideos(buckets, spec.clip, spec.rotate)
 
     def sort(stream: Stream) -> BucketNumbers:
@@ -191,6 +224,14 @@ def clip_specs(spec: ClipSpec, buckets: Buckets | None, streams: Sequence[int]) 
         replace(spec, size=one.size, clip=replace_field(spec.clip, frames=one.frames or spec.clip.frames))
         for one in chosen
     ]
+
+
+def _check_even(size: tuple[int, int] | None, pixel_format: PixelFormat) -> None:
+    if size is not None and (size[0] % 2 or size[1] % 2):
+        raise UsageError(
+            f"the size {size[0]}x{size[1]} is odd, and {pixel_format} has one chroma sample for 2 x 2 pixels",
+            hint="give an even height and an even width",
+        )
 
 
 def _size(size: Any) -> tuple[int, int] | None:

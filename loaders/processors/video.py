@@ -22,7 +22,7 @@ from headrace.dataio.shards.media.container import other_videos
 from headrace.dataio.shards.sample import Sample, VideoInfo
 from headrace.loaders.clip import Clip, Wanted, choose
 from headrace.loaders.decode import resize
-from headrace.loaders.decode.base import Color, Decoded, Decoder, Fit, Request
+from headrace.loaders.decode.base import Color, Decoded, Decoder, Fit, PixelFormat, Planes, Request, planes_bytes
 from headrace.loaders.decode.pyav import beginning
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.byte_ranges import Runs
@@ -91,6 +91,7 @@ class ClipSpec(msgspec.Struct, frozen=True, kw_only=True):
     cut: Cut = _WHOLE
     antialias: bool = True
     color: Color = "bt601"
+    pixel_format: PixelFormat = "rgb"
 
 
 def together(specs: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Sequence[SampleRef]], list[list[int]]]:
@@ -149,7 +150,8 @@ class ClipProcessor:
     """Turns files into clips.
 
     Each sample has "video", uint8 (T, 3, H, W), and "clip", its start in seconds. With audio it also has "audio",
-    float32 (C, S), and "audio_samples", the number of samples that are real audio.
+    float32 (C, S), and "audio_samples", the number of samples that are real audio. A clip of planes is (T, H * 3 / 2, W),
+    and "color", int64 (2,), has its matrix and range.
     """
 
     def __init__(self, spec: ClipSpec, decoder: Decoder, audio_decoder: AudioDecoder | None = None) -> None:
@@ -170,9 +172,10 @@ class ClipProcessor:
 
     @property
     def layout(self) -> SampleLayout:
+        pixels = ("video",) if self._spec.pixel_format == "rgb" else ("video", "color")
         if self._spec.audio is None:
-            return SampleLayout(("video",), {"clip": torch.float64})
-        return SampleLayout(("video", "audio"), {"clip": torch.float64, "audio_samples": torch.int64})
+            return SampleLayout(pixels, {"clip": torch.float64})
+        return SampleLayout((*pixels, "audio"), {"clip": torch.float64, "audio_samples": torch.int64})
 
     def needs(self, ref: SampleRef) -> Needs:
         sample, spec = ref.sample, self._spec
@@ -211,6 +214,8 @@ class ClipProcessor:
         if video is None:
             return 0
         spec = self._spec
+        if spec.pixel_format != "rgb":
+            return planes_bytes(video, spec.clip.frames, spec.size, spec.pixel_format)
         size = None if self._is_rotated(video) else spec.size
         return self._decoder.clip_bytes(video, spec.clip.frames, size, spec.color)
 
@@ -236,9 +241,14 @@ class ClipProcessor:
             wanted = wanted_by(ref, video, self._spec.clip)
         except CorruptionError as error:
             return error
-        cut = self._cut(ref, video)
         return Request(
-            fetched.media[video.ext], video, wanted, color=self._spec.color, fit=cut, allocate=fetched.target
+            fetched.media[video.ext],
+            video,
+            wanted,
+            color=self._spec.color,
+            fit=self._cut(ref, video),
+            allocate=fetched.target,
+            planes=self._planes(ref, video),
         )
 
     def _warn_of_others(self, sample: Sample, video: VideoInfo) -> None:
@@ -261,9 +271,17 @@ class ClipProcessor:
     def _cut(self, ref: SampleRef, video: VideoInfo) -> Fit | None:
         """The scaling and cropping that the decoder applies to the frames. None if frames are rotated first."""
         spec = self._spec
-        if spec.size is None or self._is_rotated(video):
+        if spec.size is None or self._is_rotated(video) or spec.pixel_format != "rgb":
             return None
         return Fit(spec.size, spec.antialias, spec.cut.at(ref), spec.cut.mirrored(ref))
+
+    def _planes(self, ref: SampleRef, video: VideoInfo) -> Planes | None:
+        """How the decoder makes planes. None for RGB."""
+        spec = self._spec
+        if spec.pixel_format == "rgb":
+            return None
+        rotation = video.rotation if spec.rotate else 0
+        return Planes(spec.pixel_format, spec.size, spec.cut.at(ref), spec.cut.mirrored(ref), rotation)
 
     def _is_rotated(self, video: VideoInfo) -> bool:
         return self._spec.rotate and video.rotation % 360 != 0
@@ -279,7 +297,12 @@ class ClipProcessor:
             )
         start = decoded.pts[0] * request.info.time_base
         values: dict[str, float] = {"clip": float(start)}
-        tensors = {"video": decoded.frames if request.fit else self._fit(fetched, request, decoded.frames)}
+        if request.planes:
+            if decoded.color is None:
+                return UnsupportedError("the decoder does not make planes", hint='use decoder="pyav"')
+            tensors = {"video": decoded.frames, "color": torch.tensor(decoded.color, dtype=torch.int64)}
+        else:
+            tensors = {"video": decoded.frames if request.fit else self._fit(fetched, request, decoded.frames)}
         if self._spec.audio is not None:
             try:
                 tensors["audio"], values["audio_samples"] = self._finish_audio(

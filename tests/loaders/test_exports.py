@@ -44,8 +44,10 @@ def test_the_public_names_are_these() -> None:
         "VideoLoader",
         "Window",
         "field_from",
+        "planes_to_rgb",
         "register_decoder",
         "register_field",
+        "split_planes",
     ]
     assert dir(loaders) == loaders.__all__
     for name in loaders.__all__:
