@@ -1,0 +1,341 @@
+"""Text, JSON and files as they are: `Text`, `Json` and `Bytes`.
+
+Purpose: deliver captions, annotations, camera poses and boxes, and files that the trainer decodes itself.
+
+Invariants:
+- Text is UTF-8. A byte order mark is allowed and removed.
+- JSON is parsed within the bounds of `headrace.dataio.core.json` and `limits.SAMPLE_JSON_BYTES`.
+- Numbers are never changed: a number that its dtype cannot hold is an error. Floating-point numbers are rounded to the
+  dtype's precision.
+
+Failure behaviour: damaged text and JSON, a path that a sample does not have, and numbers that do not form a tensor
+raise `CorruptionError`. Files that are too large, and samples without a caption, raise `UnsupportedError`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from dataclasses import KW_ONLY, dataclass
+from dataclasses import field as option
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
+from headrace.dataio.core.json import parse_json
+from headrace.dataio.core.limits import SAMPLE_JSON_BYTES, format_bytes
+from headrace.dataio.core.suggestions import suggests_arguments
+from headrace.dataio.shards.media.messages import TEXT_BYTES
+from headrace.dataio.shards.sample import Sample
+from headrace.loaders.fields.base import Collate, Field, FieldInput
+from headrace.loaders.fields.options import (
+    COLLATES,
+    ITEM_BYTES,
+    NUMPY_DTYPES,
+    check_dtype,
+    check_file,
+    check_options,
+    converted,
+    listed,
+)
+from headrace.loaders.validation import checked
+
+if TYPE_CHECKING:
+    import torch
+
+_BY_DTYPE = cast("Collate", None)
+"""The default of `Json.collate`, which depends on its `dtype`."""
+_JSON_EXPANSION = 30
+"""Bytes of memory that a byte of JSON takes when it is parsed, at most (see `limits.SAMPLE_JSON_BYTES`)."""
+_TEXT_EXPANSION = 4
+"""Bytes of memory that a byte of UTF-8 takes in a str, at most."""
+
+
+@suggests_arguments()
+@dataclass(frozen=True)
+class Text(Field):
+    """The text of a sample. The entry of a batch is a list of str.
+
+    Args:
+        file (str | None): extension of a UTF-8 text file, at most 1 MiB. Leading and trailing white space is removed.
+            Default: None, the caption in the index.
+        required (bool): leave out samples that lack the file or the caption. With False, their text is None. Default:
+            True.
+
+    Raises:
+        UsageError: for an impossible extension.
+
+    Example:
+        >>> Text(file="title.txt").files
+        ('title.txt',)
+    """
+
+    _: KW_ONLY
+    file: str | None = None
+    required: bool = True
+    collate: Collate = option(default="list", init=False, repr=False)
+    files: tuple[str, ...] = option(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_options(self, *(() if self.file is None else (check_file(self, self.file),)))
+
+    def decode(self, data: FieldInput) -> str | None:
+        if self.file is not None:
+            return read_text(data.files[self.file], f".{self.file}")
+        if data.sample.text is None and self.required:
+            raise UnsupportedError("the sample has no caption", hint="Text(required=False) keeps such samples")
+        return data.sample.text
+
+    def nbytes(self, sample: Sample) -> int:
+        return _TEXT_EXPANSION * super().nbytes(sample)
+
+
+@suggests_arguments(key="path")
+@dataclass(frozen=True)
+class Json(Field):
+    """A value of a sample's JSON file.
+
+    Args:
+        path (str): where the value is, such as "camera.pose" or "tracks[0].box". Names are separated by dots, and
+            elements of a list are counted from 0. A name with other characters is written as `["a.b"]`. Default: "",
+            the whole document.
+        file (str): extension of the file, at most 4 MiB. Default: "json".
+        dtype (torch.dtype | str | None): make a tensor of nested lists of numbers, or of one number. Default: None, the
+            parsed value.
+        collate (str | Callable): how a batch holds the values: "stack", "pad", "concat", "list" or a function. Without
+            `dtype` only "list" and functions. Default: "stack" with `dtype`, otherwise "list".
+        required (bool): leave out samples that lack the file. Default: True. A file without the path is a bad sample;
+            with `required=False`, the sample has no value.
+
+    Raises:
+        UsageError: for an impossible path, an unknown dtype, or a `collate` that needs a dtype.
+
+    Example:
+        >>> Json("camera.pose", dtype="float32").collate
+        'stack'
+        >>> Json("tracks[0].label").collate
+        'list'
+    """
+
+    path: str = ""
+    _: KW_ONLY
+    file: str = "json"
+    dtype: torch.dtype | str | None = None
+    collate: Collate = _BY_DTYPE
+    required: bool = True
+    files: tuple[str, ...] = option(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _steps(checked("Json's path", self.path, str))
+        dtype = check_dtype(self, self.dtype, _REAL)
+        if self.collate is _BY_DTYPE:
+            object.__setattr__(self, "collate", "list" if dtype is None else "stack")
+        check_options(self, check_file(self, self.file), collates=("list",) if dtype is None else COLLATES)
+
+    def decode(self, data: FieldInput) -> Any:
+        what = f".{self.file}"
+        value = read_json(data.files[self.file], what)
+        try:
+            found = value_at(value, self.path, what)
+        except CorruptionError:
+            if self.required:
+                raise
+            return None
+        if self.dtype is None or (found is None and not self.required):
+            return found
+        return tensor_of(found, str(self.dtype), f"{self.path or 'the value'!r} in {what}")
+
+    def nbytes(self, sample: Sample) -> int:
+        return _JSON_EXPANSION * super().nbytes(sample)
+
+
+@suggests_arguments()
+@dataclass(frozen=True)
+class Bytes(Field):
+    """A file as it is stored.
+
+    Args:
+        file (str): extension of the file.
+        collate (str | Callable): how a batch holds the files. Default: "list".
+
+            - "list": a list of `bytes` objects.
+            - "concat": uint8 (sum of sizes,), with the offsets of the files.
+            - "pad": uint8 (B, largest size), with the sizes of the files.
+            - "stack": uint8 (B, size); all files have the same size.
+            - A function: called with the list of `bytes` objects.
+        required (bool): leave out samples that lack the file. Default: True.
+
+    Raises:
+        UsageError: for an impossible extension or `collate`.
+
+    Example:
+        >>> Bytes("tokens.bin", collate="concat").files
+        ('tokens.bin',)
+    """
+
+    file: str
+    _: KW_ONLY
+    collate: Collate = "list"
+    required: bool = True
+    files: tuple[str, ...] = option(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_options(self, check_file(self, self.file))
+
+    def decode(self, data: FieldInput) -> bytes | npt.NDArray[np.uint8]:
+        contents = data.files[self.file]
+        return (
+            bytes(contents) if callable(self.collate) or self.collate == "list" else np.frombuffer(contents, np.uint8)
+        )
+
+
+def read_text(data: memoryview, what: str = "the text") -> str:
+    """Decode a UTF-8 text file, without a byte order mark and without white space around the text.
+
+    Args:
+        data: the whole file.
+        what: name of the file, for errors.
+    """
+    if len(data) > TEXT_BYTES:
+        raise UnsupportedError(f"{what} is larger than {format_bytes(TEXT_BYTES)}")
+    try:
+        return bytes(data).decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise CorruptionError(f"{what} is not UTF-8 text, at offset {error.start}") from error
+
+
+# --- JSON
+
+
+def read_json(data: memoryview, what: str = "the JSON") -> Any:
+    """Parse a sample's JSON file.
+
+    Args:
+        data: the whole file.
+        what: name of the file, for errors.
+    """
+    if len(data) > SAMPLE_JSON_BYTES:
+        raise UnsupportedError(f"{what} is larger than {format_bytes(SAMPLE_JSON_BYTES)}")
+    try:
+        return parse_json(bytes(data), max_bytes=SAMPLE_JSON_BYTES)
+    except ValueError as error:
+        raise CorruptionError(f"{what} is not JSON: {error}") from error
+
+
+_STEP = re.compile(r'\.?([^.\[\]"]+)|\[(\d{1,9})\]|\[("(?:[^"\\]|\\.)*")\]')
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(path: str) -> tuple[str | int, ...]:
+    """The names and indices of a path, or `UsageError`."""
+    steps, at = list[str | int](), 0
+    while at < len(path):
+        match = _STEP.match(path, at)
+        if match is None or (path[at] == ".") != (at > 0 and match[1] is not None):
+            raise _not_a_path(path)
+        if match[3] is not None:
+            try:
+                steps.append(json.loads(match[3]))
+            except ValueError:
+                raise _not_a_path(path) from None
+        else:
+            steps.append(match[1] if match[1] is not None else int(match[2]))
+        at = match.end()
+    return tuple(steps)
+
+
+def _not_a_path(path: str) -> UsageError:
+    hint = 'write "camera.pose", "tracks[0].box" or \'["a.b"].c\''
+    return UsageError(f"{path!r:.200} is not a path in a JSON document", hint=hint)
+
+
+def value_at(value: Any, path: str, what: str = "the JSON") -> Any:
+    """The value at `path`.
+
+    Raises:
+        CorruptionError: the document does not have this path. The message names the part that is missing, and the names
+            that exist.
+    """
+    passed = ""
+    for step in _steps(path):
+        if isinstance(step, str):
+            if not isinstance(value, dict) or step not in value:
+                raise _missing(path, passed, value, what)
+            passed += f".{step}" if passed else step
+        else:
+            if not isinstance(value, list) or step >= len(value):
+                raise _missing(path, passed, value, what)
+            passed += f"[{step}]"
+        value = value[step]
+    return value
+
+
+def _missing(path: str, passed: str, value: Any, what: str) -> CorruptionError:
+    where = f"{passed!r:.80}" if passed else "the document"
+    if isinstance(value, dict):
+        has = f"the names {listed(value)}"
+    elif isinstance(value, list):
+        has = f"a list of {len(value)}"
+    else:
+        has = "null" if value is None else f"one {type(value).__name__}"
+    return CorruptionError(f"{what} has no {path!r:.80}", hint=f"{where} is {has}")
+
+
+_REAL = tuple(name for name in ITEM_BYTES if not name.startswith("complex") and name != "float8_e8m0fnu")
+
+
+def tensor_of(value: Any, dtype: str, what: str = "the value") -> Any:
+    """Nested lists of numbers as an array or tensor. Integers are exact.
+
+    Args:
+        value: a parsed JSON value.
+        dtype: name of a torch dtype. With "bool", all values are true or false.
+        what: name of the value, for errors.
+
+    Raises:
+        CorruptionError: the lists are ragged, have other values than numbers, or numbers that the dtype cannot hold.
+    """
+    shape, flat = list[int](), list[Any]([value])
+    while flat and isinstance(flat[0], list):
+        length = len(flat[0])
+        if not all(isinstance(one, list) and len(one) == length for one in flat):
+            raise CorruptionError(f"{what} is not a tensor: its lists differ in length or depth")
+        shape.append(length)
+        flat = [item for one in flat for item in one]
+    kinds = (bool,) if dtype == "bool" else (int, float)
+    wrong = next((one for one in flat if type(one) not in kinds), kinds)
+    if wrong is not kinds:
+        kind = "null" if wrong is None else type(wrong).__name__
+        raise CorruptionError(f"{what} is not a tensor of dtype {dtype}: it has a value of type {kind}")
+    if dtype.startswith(("int", "uint")):
+        array = _integers(flat, dtype, what)
+    elif dtype == "bool":
+        array = np.array(flat, np.bool_)
+    else:
+        return _floats(flat, dtype, what).reshape(shape)
+    return array.reshape(shape)
+
+
+def _integers(flat: list[Any], dtype: str, what: str) -> npt.NDArray[Any]:
+    whole = [int(one) for one in flat]
+    low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
+    for given, found in zip(flat, whole, strict=True):
+        if given != found or not low <= found <= high:
+            raise CorruptionError(f"{what} is not a tensor of dtype {dtype}: it has the number {str(given)[:40]}")
+    return np.array(whole, dtype)
+
+
+def _floats(flat: list[Any], dtype: str, what: str) -> Any:
+    if dtype in NUMPY_DTYPES:
+        most = float(np.finfo(dtype).max)
+    else:
+        import torch
+
+        most = torch.finfo(getattr(torch, dtype)).max
+    for one in flat:
+        if not -most <= one <= most:  # exact for an int of any size
+            raise CorruptionError(f"{what} is not a tensor of dtype {dtype}: it has the number {str(one)[:40]}")
+    return converted(np.array([float(one) for one in flat], np.float64), dtype)
