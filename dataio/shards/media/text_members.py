@@ -117,13 +117,12 @@ def _clock(milliseconds: int) -> str:
 def text_of(document: Mapping[str, object], field: str) -> str | None:
     """Return the text that a JSON document has under `field`, or None if it has none."""
     value = document.get(field)
-    texts = value if isinstance(value, list) else [value]
-    if isinstance(value, list) and not all(isinstance(text, str) for text in texts):
-        raise UnsupportedError(f"{field!r} is a list with other values than strings")
-    if not all(text is None or isinstance(text, str) for text in texts):
-        kinds = {bool: "true or false", dict: "an object"}
+    texts = value if isinstance(value, list) else [] if value is None else [value]
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) != len(texts):
+        kinds = {list: "a list with other values than strings", bool: "true or false", dict: "an object"}
         raise UnsupportedError(f"{field!r} is {kinds.get(type(value), 'a number')}")
-    text = next((stripped for text in texts if text and (stripped := text.strip())), None)
+    text = next((stripped for one in strings if (stripped := one.strip())), None)
     if text is not None and len(_encoded(text)) > TEXT_BYTES:
         raise UnsupportedError(f"{field!r} is larger than {limits.format_bytes(TEXT_BYTES)}")
     return text
