@@ -21,6 +21,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "pack": ("workloads.pack:pack", "packing, compared with webdataset's writer"),
     "loader": ("workloads.loader:loader", "batches of clips, sound or pictures, compared with other loaders"),
     "raw": ("workloads.raw:raw", "samples as bytes, checked, compared with a plain loop of preadv"),
+    "latents": (
+        "workloads.latents:latents",
+        "latents, embeddings and captions, compared with other loaders and preadv",
+    ),
     "resume": ("workloads.resume:resume", "resuming in the middle of an epoch, compared with other loaders"),
     "checkpoint": (
         "workloads.checkpoint:checkpoint",

@@ -36,6 +36,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "export": ("headrace.dataio.shards.cli:export", "write the members of samples as files"),
         "preview": ("headrace.dataio.shards.cli:preview", "make an HTML page with pictures, durations and sizes"),
         "order": ("headrace.loaders.sampling.cli:order", "measure how well a loader shuffles a dataset"),
+        "samples": ("headrace.loaders.cli_samples:samples", "list the samples of each step of a training run"),
     },
     "versions of a dataset": {
         "log": ("headrace.dataio.shards.cli_versions:log", "list the versions"),

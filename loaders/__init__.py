@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from headrace.loaders.clip import Clip
     from headrace.loaders.decode.registry import register_decoder
     from headrace.loaders.field_loader import Loader
+    from headrace.loaders.fields.arrays import Npy, Safetensors
     from headrace.loaders.fields.audio import Audio
     from headrace.loaders.fields.base import Field, FieldInput
+    from headrace.loaders.fields.pictures import Mask
+    from headrace.loaders.fields.registry import field_from, register_field
+    from headrace.loaders.fields.text import Bytes, Json, Text
     from headrace.loaders.fields.video import Image, Video
     from headrace.loaders.file_loader import FileLoader
     from headrace.loaders.quarantine.shared_list import QuarantineList
@@ -39,22 +43,30 @@ __all__ = [
     "AudioSpec",
     "Bucket",
     "Buckets",
+    "Bytes",
     "Clip",
     "Durations",
     "Field",
     "FieldInput",
     "FileLoader",
     "Image",
+    "Json",
     "Loader",
     "LogMel",
+    "Mask",
     "Mixture",
+    "Npy",
     "Order",
     "Packing",
     "QuarantineList",
+    "Safetensors",
+    "Text",
     "Video",
     "VideoLoader",
     "Window",
+    "field_from",
     "register_decoder",
+    "register_field",
 ]
 
 _HOME = {
@@ -63,22 +75,30 @@ _HOME = {
     "AudioSpec": "headrace.loaders.audio.spec",
     "Bucket": "headrace.loaders.sampling.buckets",
     "Buckets": "headrace.loaders.sampling.buckets",
+    "Bytes": "headrace.loaders.fields.text",
     "Clip": "headrace.loaders.clip",
     "Durations": "headrace.loaders.sampling.buckets",
     "Field": "headrace.loaders.fields.base",
     "FieldInput": "headrace.loaders.fields.base",
     "FileLoader": "headrace.loaders.file_loader",
     "Image": "headrace.loaders.fields.video",
+    "Json": "headrace.loaders.fields.text",
     "Loader": "headrace.loaders.field_loader",
     "LogMel": "headrace.loaders.audio.spec",
+    "Mask": "headrace.loaders.fields.pictures",
     "Mixture": "headrace.loaders.sampling.mixture",
+    "Npy": "headrace.loaders.fields.arrays",
     "Order": "headrace.loaders.sampling.order",
     "Packing": "headrace.loaders.sampling.packing",
     "QuarantineList": "headrace.loaders.quarantine.shared_list",
+    "Safetensors": "headrace.loaders.fields.arrays",
+    "Text": "headrace.loaders.fields.text",
     "Video": "headrace.loaders.fields.video",
     "VideoLoader": "headrace.loaders.video_loader",
     "Window": "headrace.loaders.audio.spec",
+    "field_from": "headrace.loaders.fields.registry",
     "register_decoder": "headrace.loaders.decode.registry",
+    "register_field": "headrace.loaders.fields.registry",
 }
 
 

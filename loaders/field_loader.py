@@ -28,7 +28,9 @@ from headrace.loaders.decode import registry
 from headrace.loaders.decode.base import GPU_BATCH
 from headrace.loaders.fields.audio import Audio, audio_bucketing, windows_in, windows_of
 from headrace.loaders.fields.base import Field
+from headrace.loaders.fields.pictures import Mask
 from headrace.loaders.fields.processor import FieldsProcessor, FieldsTransform, MediaFields, TransformedFields
+from headrace.loaders.fields.registry import field_from
 from headrace.loaders.fields.video import Image, Video, clip_specs, clips_of, video_bucketing
 from headrace.loaders.interfaces import Collate, FieldsLayout, Processor
 from headrace.loaders.loader import BaseLoader, DeliveryOptions
@@ -58,7 +60,8 @@ class FieldsConfig(LoaderConfig):
         url_or_dataset (str | os.PathLike | Dataset | Mixture): URL or directory of a dataset, an open dataset, or a
             mixture.
         batch_size (int | None): samples in a rank's batch. Omit it with `buckets`.
-        fields (Mapping[str, Field | Video | Audio]): the entries of a batch, by name.
+        fields (Mapping[str, Field | Video | Audio | Mapping]): the entries of a batch, by name. A mapping describes a
+            field, as in a configuration file: `{"field": "npy", "file": "latent.npy"}`.
         buckets (Buckets | Durations | None): make each batch of samples of one shape, within a budget. `Buckets` choose
             by the video, and its field has no size. `Durations` choose by the audio. Default: None.
         transform (Callable): called as `transform(values, generator)` for each sample, with a dict of the values of the
@@ -147,19 +150,25 @@ class _Fields:
         self.sounds = {name: one for name, one in named if isinstance(one, Audio) and one.like is None}
         self.others = {name: one for name, one in named if isinstance(one, Field)}
         self.tracks: dict[str, tuple[str, Audio]] = {}
+        self._likes: dict[str, str] = {}
+        """For each mask with `like`, the name of that field."""
         for name, one in named:
-            if isinstance(one, Audio) and one.like is not None:
+            if not isinstance(one, Audio | Mask) or one.like is None:
+                continue
+            if one.like not in self.videos:
+                there = ", ".join(map(repr, self.videos)) or "none"
+                raise UsageError(
+                    f"the field {name!r} is like {one.like!r}, which is not a Video or Image field",
+                    hint=f"the fields of this kind are: {there}",
+                )
+            if isinstance(one, Mask):
+                self._likes[name] = one.like
+            else:
                 self._add_track(name, one, one.like)
         self._check_parts()
         self.bucketing = self._bucketing()
 
     def _add_track(self, name: str, track: Audio, like: str) -> None:
-        if like not in self.videos:
-            there = ", ".join(map(repr, self.videos)) or "none"
-            raise UsageError(
-                f"the field {name!r} is like {like!r}, which is not a Video field",
-                hint=f"the Video fields are: {there}",
-            )
         if like in self.tracks:
             raise UsageError(
                 f"the fields {self.tracks[like][0]!r} and {name!r} are both like {like!r}", hint="leave one out"
@@ -236,7 +245,11 @@ class _Fields:
         in_subprocess = self._config.subprocess_decoder(delivery.num_threads) if has_media else None
         media = [self._video_part(name, in_subprocess, output, streams) for name in self.videos]
         media += [self._sound_part(name, in_subprocess, output, streams) for name in self.sounds]
-        return FieldsProcessor(media, self.others, tuple(self.named), self._layout(output))
+        aligned = {
+            name: clip_specs(self.videos[like].spec(), self._video_buckets, streams)
+            for name, like in self._likes.items()
+        }
+        return FieldsProcessor(media, self.others, tuple(self.named), self._layout(output), aligned)
 
     def _video_part(
         self, name: str, in_subprocess: SubprocessDecoder | None, output: Output, streams: Sequence[int]
@@ -306,7 +319,9 @@ def _checked(config: FieldsConfig) -> dict[str, AnyField]:
             f"fields={fields!r:.200} is not a dict of fields",
             hint='such as fields={"video": Video(size=(256, 256)), "latent": Npy("latent.npy")}',
         )
-    for name, one in fields.items():
+    checked = dict[str, AnyField]()
+    for name, described in fields.items():
+        one = field_from(described) if isinstance(described, Mapping) else described
         if not isinstance(name, str) or not name.isidentifier() or name in _RESERVED:
             raise UsageError(f"a field cannot be called {name!r}", hint="give a Python identifier that no entry has")
         if name in config.columns:
@@ -316,4 +331,5 @@ def _checked(config: FieldsConfig) -> dict[str, AnyField]:
                 f"the field {name!r} cannot be {one!r:.200}",
                 hint="give Video(...), Audio(...), Npy(...) or another Field",
             )
-    return dict(fields)
+        checked[name] = one
+    return checked

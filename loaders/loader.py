@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import torch.distributed as dist
+from msgspec.structs import replace
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from headrace.dataio.cache.objects import KnownSizes
@@ -34,6 +35,7 @@ from headrace.dataio.core.limits import GIB
 from headrace.dataio.core.log import get_logger, is_first
 from headrace.dataio.core.tracing import span
 from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.sidecar.client import LoaderMeter, open_reader
 from headrace.loaders.batch.batch import Batch, Output
 from headrace.loaders.batch.memory import BufferPool, MemoryBudget
@@ -48,13 +50,14 @@ from headrace.loaders.quarantine.records import SkippedSample
 from headrace.loaders.sampling import state as states
 from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.plan import OrderPlan
-from headrace.loaders.validation import checked
+from headrace.loaders.validation import check_count, checked
 
 if TYPE_CHECKING:  # few loaders need these, so they are imported where they are used
     from headrace.loaders.quarantine.shared_list import FollowedList, QuarantineList
     from headrace.loaders.sampling.force import Loss
 
 DEFAULT_MEMORY = 4 * GIB
+MAX_RANKS = 1 << 20
 
 _log = get_logger(__name__)
 
@@ -106,6 +109,22 @@ def _count(batch: Batch) -> None:
     for name, count in (("substituted", substituted), ("delivered", len(batch.samples) - substituted)):
         if count:
             metrics.loader_samples.labels(name).inc(count)
+
+
+class StepSamples(msgspec.Struct, frozen=True):
+    """The samples of one step.
+
+    Args:
+        step: number of the step, from 0.
+        epoch: its epoch.
+        batch: number of the global batch in its epoch.
+        ranks: the samples of each rank.
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    ranks: list[list[Sample]]
 
 
 class BaseLoader(IterableDataset[dict[str, Any]]):
@@ -293,6 +312,33 @@ class BaseLoader(IterableDataset[dict[str, Any]]):
         self._listed.follow(self._epoch, chosen)
         self._stop()
         return chosen
+
+    def samples_of_steps(self, steps: range, world_size: int = 1) -> Iterator[StepSamples]:
+        """Yield the samples of these steps. Only the index is read, and the position of the loader does not change.
+
+        A step is a global batch; steps are counted from the first batch of epoch 0. Substitutes of damaged samples are
+        not listed (see `quarantine`).
+
+        Args:
+            steps: numbers of the steps, ascending.
+            world_size: number of ranks that share each batch.
+
+        Raises:
+            UsageError: `steps` is not an ascending range, or `world_size` is not positive.
+        """
+        if steps.step != 1 or steps.start < 0:
+            raise UsageError(f"{steps} is not a range of steps", hint="such as range(100, 200)")
+        world_size = check_count("world_size", world_size, MAX_RANKS)
+        epoch = first = 0
+        for step in steps:
+            while step - first >= self._plan.batches_in(epoch):
+                first += self._plan.batches_in(epoch)
+                epoch += 1
+            number = step - first
+            plan = self._plan.of(epoch)
+            ranks = [replace(plan, rank=rank, world_size=world_size) for rank in range(world_size)]
+            shares = [rank.refs(epoch, range(number, number + 1))[0] for rank in ranks]
+            yield StepSamples(step, epoch, number, [[ref.sample for ref in share] for share in shares])
 
     def close(self) -> None:
         """End the threads, and close the datasets that the loader opened. Further calls do nothing."""

@@ -11,6 +11,7 @@ Failure behaviour: a `--media` folder without files is a `UsageError`. Errors of
 
 from __future__ import annotations
 
+import itertools
 import tarfile
 from collections.abc import Iterable, Mapping
 from fractions import Fraction
@@ -124,12 +125,13 @@ def tar_shards(files: Path, folder: Path) -> str:
 
 
 def _groups(paths: list[Path]) -> list[list[Path]]:
-    """Split the files, in order, into one group for each shard."""
+    """Split the files, in order, into one group for each shard. The files of a sample are in one group."""
     groups, size = list[list[Path]](), SHARD_BYTES
-    for path in paths:
+    for _, sample in itertools.groupby(paths, lambda path: path.name.partition(".")[0]):
         if size >= SHARD_BYTES:
             groups.append([])
             size = 0
-        groups[-1].append(path)
-        size += path.stat().st_size
+        for path in sample:
+            groups[-1].append(path)
+            size += path.stat().st_size
     return groups

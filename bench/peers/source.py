@@ -261,12 +261,18 @@ def write_litdata(read: Callable[[Any], Any], inputs: list[Any], target: Path, c
 
 def to_energon(folder: Path, python: str) -> None:
     """Write the index that Energon needs, next to hard links of our tars."""
+    index_for_energon(folder / "dataset" / "shards", folder / "energon", python)
+
+
+def index_for_energon(shards: Path, folder: Path, python: str) -> None:
+    """Write Energon's index of the tars in `shards` to `folder`, next to hard links of them."""
     options = ("--non-interactive", "--split-ratio", "1,0,0", "--sample-type", "CrudeWebdataset", "--num-workers", "1")
-    with atomic_folder(folder / "energon") as target:
+    with atomic_folder(folder) as target:
         target.mkdir()
-        for shard in (folder / "dataset" / "shards").iterdir():
+        for shard in shards.iterdir():
             os.link(shard, target / shard.name)
-        _require_success([str(Path(python).parent / "energon"), "prepare", str(target), *options], "energon prepare")
+        command = [python, "-m", "megatron.energon.cli.main", "prepare", str(target), *options]
+        _require_success(command, "energon prepare")
 
 
 def to_mosaic(kind: Kind, folder: Path, python: str) -> None:

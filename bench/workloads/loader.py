@@ -86,7 +86,7 @@ def loader(job: Job, part: Part) -> None:
     pythons, peers = _pythons(args.peer_python), kind.peers()
     peer_packages = {package for peer in peers.values() for package in peer.packages}
     missing = sorted(
-        package for package in peer_packages if not pythons.get(_short(package)) and not _installed(package)
+        package for package in peer_packages if not pythons.get(_short(package)) and not installed(package)
     )
     packages = {name: peer.packages for name, peer in peers.items()}
     names = _names(args.only, list(kind.ours()), packages, missing)
@@ -158,7 +158,8 @@ def _short(package: str) -> str:
     return package.rpartition(".")[2]
 
 
-def _installed(package: str) -> bool:
+def installed(package: str) -> bool:
+    """Return whether `package` can be imported."""
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # a parent package is absent, too

@@ -145,7 +145,7 @@ def _plain(
     with Dataset(str(folder / "dataset"), trust_mounts=True) as dataset:
         epochs = [list(_order(dataset, epoch)) for epoch in range(EPOCHS)]
     shards = {sample.shard for batch in epochs[0] for sample in batch}
-    opened = {key: stack.enter_context(_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
+    opened = {key: stack.enter_context(shard_path(folder, key).open("rb", buffering=0)).fileno() for key in shards}
     reads = [
         [[(opened[s.shard], m.offset, m.length, m.xxh3) for s in batch for m in s.members] for batch in batches]
         for batches in epochs
@@ -171,7 +171,8 @@ def _plain(
     return lambda epoch: read(reads[epoch])
 
 
-def _path(folder: Path, key: str) -> Path:
+def shard_path(folder: Path, key: str) -> Path:
+    """Return the path of the shard `key` below `folder`."""
     return next(path for path in (folder / "shards").iterdir() if key.endswith(path.name))
 
 

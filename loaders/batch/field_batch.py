@@ -48,7 +48,7 @@ class FieldBatch(Batch):
             if value is not None and self._collation(name, value) == "stack":
                 self._stack_value(name, slot, value, sample)
             else:
-                kept[name] = value
+                kept[name] = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
         self._kept[slot], self.samples[slot] = kept, without_data(sample)
         with self._lock:
             self._unfinished -= 1
@@ -78,15 +78,18 @@ class FieldBatch(Batch):
         return self._fields.collate.get(name, "stack" if is_array else "list")
 
     def _stack_value(self, name: str, slot: int, value: Any, sample: ProcessedSample) -> None:
-        if not isinstance(value, np.ndarray):
-            self._stack(name, slot, torch.as_tensor(value), sample)
-            return
-        dtype = torch.from_numpy(np.empty(0, value.dtype)).dtype
-        target = self._target(name, value.shape, dtype)[slot]
-        if target.shape == value.shape and target.dtype == dtype and target.device.type == "cpu":
+        is_array = isinstance(value, np.ndarray)
+        tensor = torch.from_numpy(np.empty(0, value.dtype)) if is_array else torch.as_tensor(value)
+        target = self._target(name, value.shape if is_array else tensor.shape, tensor.dtype)[slot]
+        if name not in self._fields.pixels and target.dtype != tensor.dtype:
+            raise UsageError(
+                f"sample {sample.sample.key!r} has {name} of {tensor.dtype}, others in its batch of {target.dtype}",
+                hint="give the field a dtype",
+            )
+        if is_array and target.shape == value.shape and target.device.type == "cpu":
             np.copyto(target.numpy(), value)  # the bytes of a file are read-only, and torch takes no such arrays
         else:
-            self._stack(name, slot, torch.from_numpy(np.array(value)), sample)
+            self._stack(name, slot, torch.from_numpy(value.copy()) if is_array else tensor, sample)
 
     def _finish(self) -> None:
         """Make all entries. Runs in the thread that put the last sample."""
@@ -156,9 +159,8 @@ class FieldBatch(Batch):
 
     def _as_tensors(self, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
         """The values as tensors that differ only in their length. A value that a sample lacks has length 0."""
-        tensors = [torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value for value in values]
-        first = next(tensor for tensor in tensors if tensor is not None)
-        for tensor in tensors:
+        first = next(tensor for tensor in values if tensor is not None)
+        for tensor in values:
             if tensor is not None and (
                 not tensor.ndim or tensor.shape[1:] != first.shape[1:] or tensor.dtype != first.dtype
             ):
@@ -167,7 +169,7 @@ class FieldBatch(Batch):
                     f"{tuple(first.shape)}, {first.dtype}",
                     hint='values may differ in their first axis only; collate="list" takes any values',
                 )
-        return [first[:0] if tensor is None else tensor for tensor in tensors]
+        return [first[:0] if tensor is None else tensor for tensor in values]
 
     def _pad(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         lengths = [len(tensor) for tensor in tensors]

@@ -14,13 +14,14 @@ Failure behaviour: damaged bytes raise `CorruptionError`. A dtype that torch lac
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import re
 import struct
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as option
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,7 +33,7 @@ from headrace.dataio.core.json import parse_json
 from headrace.dataio.core.limits import MIB, format_bytes
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.shards.sample import Sample
-from headrace.loaders.fields.base import Collate, Field, FieldInput
+from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.fields.options import (
     ITEM_BYTES,
     NUMPY_DTYPES,
@@ -44,6 +45,7 @@ from headrace.loaders.fields.options import (
     converted,
     listed,
 )
+from headrace.loaders.interfaces import Collate
 from headrace.loaders.validation import checked
 
 if TYPE_CHECKING:
@@ -158,7 +160,8 @@ def _nbytes(field: Npy | Safetensors, size: int) -> int:
 # --- .npy
 
 _NPY_HEADER_BYTES = 10_000  # numpy's own limit
-_LENGTHS = {1: "<H", 2: "<I", 3: "<I"}
+_LENGTH_BYTES = {1: 2, 2: 4, 3: 4}
+"""Bytes of the header's length, by version."""
 _LONG = re.compile(rb"(\d)L(?=[,)])")
 """An integer as Python 2 wrote it. numpy reads it, but warns each time."""
 
@@ -174,43 +177,68 @@ def read_npy(data: memoryview, what: str = "the array") -> Array:
         CorruptionError: the header is not valid, or the file's size does not match its shape.
         UnsupportedError: torch has no type for the dtype, or the header is too large.
     """
-    header, start = _npy_header(data, what)
+    text, start = _npy_header(data, what)
     try:
-        fields = io.BytesIO(struct.pack("<I", len(header)) + header)
-        shape, fortran_order, dtype = npy_format.read_array_header_2_0(fields, max_header_size=_NPY_HEADER_BYTES)
+        header = _parsed(text)
     except Exception as error:  # the parser evaluates a literal and builds a dtype; damage raises many types
         raise CorruptionError(f"{what} is damaged: its header is not that of a .npy file") from error
-    if dtype.name not in NUMPY_DTYPES:
+    if not header.is_known:
         raise UnsupportedError(
-            f"{what} has dtype {dtype!s:.80}, which torch has no type for",
+            f"{what} has dtype {header.dtype!s:.80}, which torch has no type for",
             hint="convert the array before it is saved, for example with array.astype(numpy.float32)",
         )
-    array = _view(data[start:], shape, dtype, "F" if fortran_order else "C", what)
-    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+    array = _view(data[start:], header.shape, header.size, header.dtype, header.order, what)
+    return array if header.dtype.isnative else array.astype(header.dtype.newbyteorder("="))
+
+
+class _NpyHeader(NamedTuple):
+    shape: tuple[int, ...]
+    size: int | None
+    dtype: np.dtype[Any]
+    order: Literal["C", "F"]
+    is_known: bool
+    """Whether torch has the dtype."""
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(text: bytes) -> _NpyHeader:
+    """Parse a header. numpy takes longer for it than the copy of a 100 kB array, and few files of a dataset differ."""
+    file = io.BytesIO(struct.pack("<I", len(text)) + text)
+    shape, fortran_order, dtype = npy_format.read_array_header_2_0(file, max_header_size=_NPY_HEADER_BYTES)
+    is_known = dtype.name in NUMPY_DTYPES
+    size = _size(shape, 8 * dtype.itemsize) if is_known else None
+    return _NpyHeader(shape, size, dtype, "F" if fortran_order else "C", is_known)
 
 
 def _npy_header(data: memoryview, what: str) -> tuple[bytes, int]:
     """The text of the header, and the offset of the data."""
-    try:
-        major, minor = npy_format.read_magic(io.BytesIO(bytes(data[: npy_format.MAGIC_LEN])))
-    except ValueError as error:
-        raise CorruptionError(f"{what} is not a .npy file") from error
-    if major not in _LENGTHS or minor != 0:
+    magic = bytes(data[: npy_format.MAGIC_LEN])
+    if not magic.startswith(npy_format.MAGIC_PREFIX) or len(magic) < npy_format.MAGIC_LEN:
+        raise CorruptionError(f"{what} is not a .npy file")
+    major, minor = magic[-2:]
+    if major not in _LENGTH_BYTES or minor != 0:
         raise UnsupportedError(f"{what} is a .npy file of version {major}.{minor}", hint="save it as version 1, 2 or 3")
-    begin = npy_format.MAGIC_LEN + struct.calcsize(_LENGTHS[major])
+    begin = npy_format.MAGIC_LEN + _LENGTH_BYTES[major]
     if len(data) < begin:
         raise CorruptionError(f"{what} is truncated: it ends in its header")
-    (length,) = struct.unpack(_LENGTHS[major], data[npy_format.MAGIC_LEN : begin])
+    length = int.from_bytes(data[npy_format.MAGIC_LEN : begin], "little")
     if length > len(data) - begin:
         raise CorruptionError(f"{what} is truncated: it ends in its header")
     if length > _NPY_HEADER_BYTES:
         raise UnsupportedError(f"{what} has a header of {length} bytes", hint=f"at most {_NPY_HEADER_BYTES}")
-    return _LONG.sub(rb"\1", bytes(data[begin : begin + length])), begin + length
+    text = bytes(data[begin : begin + length])
+    return (_LONG.sub(rb"\1", text) if b"L" in text else text), begin + length
 
 
-def _view(data: memoryview, shape: Any, dtype: np.dtype[Any], order: Any, what: str) -> Array:
-    """The array whose items are all of `data`, without a copy."""
-    size = _size(shape, 8 * dtype.itemsize)
+def _view(
+    data: memoryview,
+    shape: tuple[int, ...],
+    size: int | None,
+    dtype: np.dtype[Any],
+    order: Literal["C", "F"],
+    what: str,
+) -> Array:
+    """The array of `size` bytes whose items are all of `data`, without a copy."""
     if size is None:
         raise CorruptionError(f"{what} is damaged: its shape is not possible")
     if size != len(data):
@@ -321,20 +349,21 @@ def _safetensors_header(data: memoryview, what: str) -> tuple[dict[str, Any], in
 
 
 def _entry(name: str, value: Any, what: str) -> Entry:
-    wrong = CorruptionError(f"{what} is damaged: the entry of its tensor {name!r:.80} is not valid")
-    if not isinstance(value, dict):
-        raise wrong
-    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list):
-        raise wrong
-    if dtype not in _BITS:
+    given: dict[str, Any] = value if isinstance(value, dict) else {}
+    dtype: Any = given.get("dtype")
+    shape: Any = given.get("shape")
+    offsets: Any = given.get("data_offsets")
+    if isinstance(dtype, str) and dtype not in _BITS:
         raise UnsupportedError(f"{what} has a tensor {name!r:.80} of the unknown dtype {dtype!r:.40}")
-    size = _size(shape, _BITS[dtype])
-    if size is None or len(offsets) != 2 or not all(type(one) is int and one >= 0 for one in offsets):
-        raise wrong
-    if offsets[1] - offsets[0] != size:
-        raise wrong
+    size = _size(shape, _BITS[dtype]) if isinstance(dtype, str) and isinstance(shape, list) else None
+    if size is None or not _is_range(offsets) or offsets[1] - offsets[0] != size:
+        raise CorruptionError(f"{what} is damaged: the entry of its tensor {name!r:.80} is not valid")
     return Entry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _is_range(offsets: Any) -> bool:
+    """Whether this is a list of two offsets."""
+    return isinstance(offsets, list) and len(offsets) == 2 and all(type(one) is int and one >= 0 for one in offsets)
 
 
 def read_tensor(data: memoryview, start: int, entry: Entry, what: str = "the file") -> Any:
@@ -354,8 +383,8 @@ def read_tensor(data: memoryview, start: int, entry: Entry, what: str = "the fil
         )
     contents = data[start + entry.begin : start + entry.end]
     if name in NUMPY_DTYPES:
-        return _view(contents, entry.shape, np.dtype(name).newbyteorder("<"), "C", what)
+        return _view(contents, entry.shape, len(contents), np.dtype(name).newbyteorder("<"), "C", what)
     import torch
 
-    bits = _view(contents, entry.shape, np.dtype(f"<u{TORCH_DTYPES[name]}"), "C", what)
-    return torch.tensor(bits).view(getattr(torch, name))
+    bits = _view(contents, entry.shape, len(contents), np.dtype(f"<u{TORCH_DTYPES[name]}"), "C", what)
+    return torch.from_numpy(bits.copy()).view(getattr(torch, name))

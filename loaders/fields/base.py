@@ -33,6 +33,17 @@ class FieldInput(msgspec.Struct, frozen=True, gc=False):
         sample: the sample, as the index describes it.
         files: the whole contents of the files that the field needs, read-only, by extension. Their digests are checked.
         ref: the part (clip, window) of the sample, and its position in the order.
+
+    Example:
+        >>> import dataclasses, torch
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Noise(Field):
+        ...     def decode(self, data):
+        ...         return torch.randn(4, generator=data.generator())
+        >>> loader = Loader(clips, batch_size=2, fields={"noise": Noise()})
+        >>> next(iter(loader))["noise"].shape
+        torch.Size([2, 4])
+        >>> loader.close()
     """
 
     sample: Sample
@@ -59,13 +70,17 @@ class Field(ABC):
             Default: False.
 
     Example:
+        >>> import dataclasses
         >>> @dataclasses.dataclass(frozen=True)
-        ... class Points(Field):
-        ...     files: tuple[str, ...] = ("bin",)
-        ...     collate: Collate = "concat"
+        ... class FirstBytes(Field):
+        ...     files: tuple = ("mp4",)
         ...
-        ...     def decode(self, data: FieldInput) -> Any:
-        ...         return np.frombuffer(data.files["bin"], np.float32).reshape(-1, 4)
+        ...     def decode(self, data):
+        ...         return int.from_bytes(data.files["mp4"][:8])
+        >>> loader = Loader(clips, batch_size=2, fields={"first": FirstBytes()})
+        >>> next(iter(loader))["first"].shape
+        torch.Size([2])
+        >>> loader.close()
     """
 
     files: tuple[str, ...] = ()

@@ -94,20 +94,26 @@ def check_dtype(field: Field, dtype: Any, known: Sequence[str] = tuple(ITEM_BYTE
 def converted(value: Any, dtype: str | None) -> Any:
     """The array or tensor in another dtype, converted as `torch.Tensor.to` does. Without a dtype, `value` itself.
 
+    numpy converts to its own dtypes, in the calling thread. torch would start threads of its own for large tensors, and
+    they would compete with the loader's.
+
     Raises:
         UnsupportedError: complex numbers have no real dtype.
     """
+    if dtype is None:
+        return value
     found = dtype_of(value)
-    if dtype is None or dtype == found:
+    if dtype == found:
         return value
     if found.startswith("complex") and not dtype.startswith("complex"):
         raise UnsupportedError(f"{found} cannot be converted to {dtype}", hint="leave dtype out, or give complex64")
+    if isinstance(value, np.ndarray) and dtype in NUMPY_DTYPES:
+        with np.errstate(all="ignore"):  # too large numbers become infinite, as in torch
+            return value.astype(dtype)
     import torch
 
-    kind: torch.dtype = getattr(torch, dtype)
-    if isinstance(value, np.ndarray):  # this copies once, and does not warn of read-only memory
-        return torch.tensor(value, dtype=kind)
-    return value.to(kind)
+    tensor: torch.Tensor = torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+    return tensor.to(getattr(torch, dtype))
 
 
 def dtype_of(value: Any) -> str:

@@ -17,8 +17,9 @@ import msgspec
 import torch
 from msgspec.structs import replace
 
-from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.core.errors import HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.sample import Sample
+from headrace.loaders.decode.base import Fit
 from headrace.loaders.fetch.byte_ranges import union
 from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.interfaces import (
@@ -31,6 +32,7 @@ from headrace.loaders.interfaces import (
     SampleLayout,
     SampleRef,
 )
+from headrace.loaders.processors.video import ClipSpec
 from headrace.loaders.processors.wrappers import ProcessorWrapper, transform_generator
 
 FieldsTransform = Callable[[dict[str, Any], torch.Generator], Mapping[str, Any]]
@@ -58,12 +60,19 @@ class FieldsProcessor:
         fields: all other fields, by name.
         order: the names of all fields, in the order of the batch's entries.
         layout: how the batch holds them.
+        aligned: for each mask with `like`, the format of the clips that it is aligned with, by stream.
     """
 
     def __init__(
-        self, media: Sequence[MediaFields], fields: Mapping[str, Field], order: Sequence[str], layout: FieldsLayout
+        self,
+        media: Sequence[MediaFields],
+        fields: Mapping[str, Field],
+        order: Sequence[str],
+        layout: FieldsLayout,
+        aligned: Mapping[str, Sequence[ClipSpec]],
     ) -> None:
         self._media, self._fields, self._order, self._layout = tuple(media), dict(fields), tuple(order), layout
+        self._aligned = dict(aligned)
 
     @property
     def layout(self) -> SampleLayout:
@@ -122,12 +131,27 @@ class FieldsProcessor:
             files = {ext: fetched.media[ext][:] for ext in field.files}
             try:
                 values[name] = field.decode(FieldInput(sample, files, fetched.ref))
+                if name in self._aligned:
+                    values[name] = align_mask(values[name], fetched.ref, self._aligned[name])
             except DAMAGE as error:
                 return type(error)(f"field {name!r}: {error.message}", hint=error.hint)
             except Exception as error:
                 error.add_note(f"in the field {name!r}, for sample {sample.key!r}")
                 raise
         return None
+
+
+def align_mask(mask: Any, ref: SampleRef, specs: Sequence[ClipSpec]) -> Any:
+    """Scale, crop, mirror and rotate a mask as the frames of the sample's video. `specs` are indexed by stream."""
+    from headrace.loaders.fields.pictures import fit_mask
+
+    spec, video = specs[ref.stream if len(specs) > 1 else 0], ref.sample.video
+    if video is None:
+        raise UnsupportedError("the sample has no video that the mask could be aligned with")
+    rotation = video.rotation % 360 if spec.rotate else 0
+    image = (video.width, video.height) if rotation in (90, 270) else (video.height, video.width)
+    fit = Fit(spec.size or image, spec.antialias, spec.cut.at(ref), spec.cut.mirrored(ref))
+    return fit_mask(mask, fit, rotation=rotation, image=image)
 
 
 class TransformedFields(ProcessorWrapper):

@@ -8,7 +8,7 @@ Failure behaviour: `UsageError` with the argument and a valid value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import replace as replace_field
 from typing import TYPE_CHECKING, Any, Literal
@@ -76,6 +76,9 @@ class Video:
     decoder: str = "auto"
 
     def __post_init__(self) -> None:
+        clip: object = self.clip
+        if isinstance(clip, Mapping):  # of a configuration file
+            object.__setattr__(self, "clip", Clip(**clip))
         check_type("clip", self.clip, Clip, "clip=Clip(frames=16)")
         check_choice("color", self.color, ("bt601", "tagged", "fast"))
         registry.check_option(self.decoder)
@@ -149,7 +152,7 @@ def video_bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None
             "start='every' counts clips of one length; buckets that name their frames have several",
             hint="leave the buckets' frames out, or use another start",
         )
-    assign = _AssignVideos(buckets, spec.clip, spec.rotate)
+    assign = AssignVideos(buckets, spec.clip, spec.rotate)
 
     def sort(stream: Stream) -> BucketNumbers:
         length = "frames" if spec.clip.rate is None else "duration"
@@ -161,7 +164,7 @@ def video_bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None
 
 
 @dataclass(frozen=True)
-class _AssignVideos:
+class AssignVideos:
     """Computes the bucket of each video. `length` is in frames, or in seconds if the clip has a rate."""
 
     buckets: Buckets

@@ -6,6 +6,8 @@ Invariants:
 * Columns are read part by part. Only results are kept: ids (`SampleIds`) and small integers.
 * The processes of a machine divide the parts, and share the results (`shared_arrays`). The key of the results has the
   dataset, the ids and the function. A function is therefore a frozen dataclass, whose `repr` describes it completely.
+  Results of classes that are not Headrace's, such as a subclass of `Buckets`, are not shared, because their code may
+  change between two runs.
 
 Failure behaviour: `UsageError` if no sample is left. Errors of the index are passed on.
 """
@@ -37,6 +39,8 @@ from headrace.loaders.sampling.shared_arrays import Arrays, NewArray, Work, comp
 F64 = npt.NDArray[np.float64]
 PIECE_SAMPLES = 1 << 19
 """Parts with about this many samples are one piece of the work that the processes of a machine divide."""
+_OWN: tuple[str, ...] = ("headrace.",)
+"""The packages whose classes always compute the same in one version of Headrace."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +145,7 @@ def _samples_that_hold(dataset: Dataset, condition: AllOf) -> SampleIds:
         for name, array in builder.ids().arrays().items():
             new(name, array.shape, array.dtype)[...] = array
 
-    key = ["ids", dataset.digest, _described(condition)]
+    key = _key("ids", dataset, condition)
     work = Work(key=key, samples=len(dataset), pieces=len(pieces), piece=piece, combine=combine)
     return ids_from(compute(work), len(dataset))
 
@@ -161,19 +165,21 @@ def bucket_numbers(
 
 def counts_by_bucket(counts: Small, chosen: BucketNumbers) -> list[Small]:
     """The counts of the samples in each bucket. `counts` and `chosen` have a number for each sample."""
+    sizes = np.array([chosen.samples_in(bucket) for bucket in range(len(chosen.ends))], np.int64)
+    ends = np.cumsum(sizes)
 
     def combine(_: Iterable[Any], new: NewArray) -> None:
-        sorted_counts, at = new("counts", len(counts), counts.dtype), 0
-        for bucket in range(len(chosen.ends)):
-            for first in range(0, len(counts), PIECE_SAMPLES):
-                inside = slice(first, first + PIECE_SAMPLES)
-                selected = counts[inside][chosen.numbers[inside] == bucket]
-                sorted_counts[at : at + len(selected)] = selected
-                at += len(selected)
+        sorted_counts, at = new("counts", len(counts), counts.dtype), ends - sizes
+        for first in range(0, len(counts), PIECE_SAMPLES):
+            numbers = chosen.numbers[first : first + PIECE_SAMPLES]
+            own = counts[first : first + PIECE_SAMPLES][np.argsort(numbers, kind="stable")]
+            each = np.bincount(numbers, minlength=len(sizes))
+            for bucket, values in enumerate(np.split(own, np.cumsum(each)[:-1])):
+                sorted_counts[at[bucket] : at[bucket] + len(values)] = values
+            at += each
 
     key = ["counts by bucket", content_key({"counts": counts, "numbers": chosen.numbers}), str(len(chosen.ends))]
     work = Work(key=key, samples=len(counts), pieces=0, piece=lambda _: counts, combine=combine)
-    ends = np.cumsum([chosen.samples_in(bucket) for bucket in range(len(chosen.ends))])
     return np.split(compute(work)["counts"], ends[:-1])
 
 
@@ -203,7 +209,7 @@ def _numbers(
         if buckets:
             bucket_ends(numbers.values, buckets, lambda shape, dtype: new("ends", shape, dtype))
 
-    key = ["numbers", dataset.digest, *names, _described(function), content_key(ids.arrays()), str(buckets)]
+    key = _key("numbers", dataset, function, *names, content_key(ids.arrays()), str(buckets))
     return compute(Work(key=key, samples=len(dataset), pieces=len(pieces), piece=piece, combine=combine))
 
 
@@ -234,8 +240,22 @@ def _samples_of(dataset: Dataset, parts: range) -> tuple[int, int]:
     return (int(ends[parts.start - 1]) if parts.start else 0), (int(ends[parts.stop - 1]) if parts.stop else 0)
 
 
-def _described(function: Callable[..., Any]) -> str:
-    """Describe a function for a key."""
+def _key(kind: str, dataset: Dataset, function: Callable[..., Any], *more: str) -> Sequence[str] | None:
+    """The key of the results of `function`. None if its classes are not Headrace's."""
     if not dataclasses.is_dataclass(function) or " at 0x" in repr(function):
         raise TypeError(f"{function!r} is not a dataclass whose repr describes what it computes")
-    return f"{type(function).__module__}.{function!r}"
+    modules = sorted({type(part).__module__ for part in _dataclasses_in(function)})
+    if not all(f"{module}.".startswith(_OWN) for module in modules):
+        return None
+    return [kind, dataset.digest, f"{type(function).__module__}.{function!r}", *more]
+
+
+def _dataclasses_in(value: Any) -> Iterator[Any]:
+    """Yield `value` and all dataclasses in its fields."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _dataclasses_in(item)
+    elif dataclasses.is_dataclass(value):
+        yield value
+        for field in dataclasses.fields(value):
+            yield from _dataclasses_in(getattr(value, field.name))

@@ -199,7 +199,12 @@ class BucketIds(SampleIds):
         return _count_below(self._ends, self._ids.rows_below(end), self._block)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        return {"bucket_ends": self._ends}
+        own = {"bucket_ends": self._ends, "numbers": self._numbers, "bucket": np.array([self._bucket])}
+        return {**own, **self._ids.arrays()}
+
+    @property
+    def nbytes(self) -> int:
+        return self._ends.nbytes  # the other arrays belong to all buckets of the stream
 
     def _block(self, blocks: I64) -> Mask:
         inside = np.zeros((len(blocks), _BLOCK), np.bool_)

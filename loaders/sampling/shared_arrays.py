@@ -14,7 +14,8 @@ The files are in a private folder of the user in the system's temporary folder (
 Invariants:
 
 * The arrays depend only on `Work`. They are the same if a process computes them alone, in its own memory.
-* The kernel releases the locks of a process that dies. The other processes then compute its piece.
+* The kernel releases the locks of a process that dies, once no child has its files open. The other processes then
+  compute its piece.
 * Every piece and array is checked against its digest when it is opened. Damaged ones are computed again.
 * Files in use may be removed, because a mapped file of a local file system exists until its last user ends.
 
@@ -22,8 +23,8 @@ Failure behaviour: errors of `Work.piece` are raised. If the folder cannot be us
 on a local file system), or another process holds a piece for `WAIT_SECONDS` without progress, the process logs one
 warning and computes the arrays alone. If the disk is full, it first removes the folder of the work.
 
-Limits: `MAX_BYTES` in `MAX_WORKS` folders. The folders that were not used for the longest time are removed first, and
-those that were not used for `MAX_AGE_SECONDS`.
+Limits: `MAX_BYTES` in `MAX_WORKS` folders, before a new one is made. The folders that were not used for the longest time
+are removed first, and those that were not used for `MAX_AGE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -81,14 +82,14 @@ class Work:
     """Arrays to compute.
 
     Args:
-        key: everything that determines the arrays.
+        key: everything that determines the arrays. None: it is not known, so the arrays are not shared.
         samples: number of samples that are looked at.
         pieces: number of pieces of the work. Processes divide them.
         piece: computes one piece.
         combine: makes the arrays with its second argument, and fills them from the pieces, which come in order.
     """
 
-    key: Sequence[str]
+    key: Sequence[str] | None
     samples: int
     pieces: int
     piece: Callable[[int], Array]
@@ -97,7 +98,7 @@ class Work:
 
 def compute(work: Work) -> Arrays:
     """Return the arrays of `work`, by name. Shared arrays are read-only."""
-    if work.samples < SHARED_SAMPLES:
+    if work.key is None or work.samples < SHARED_SAMPLES:
         return _compute_alone(work)
     folder: Path | None = None
     try:

@@ -17,21 +17,35 @@ from headrace.loaders.config import LoaderConfig
 
 def test_the_public_names_are_these() -> None:
     assert loaders.__all__ == [
+        "Audio",
         "AudioLoader",
         "AudioSpec",
         "Bucket",
         "Buckets",
+        "Bytes",
         "Clip",
         "Durations",
+        "Field",
+        "FieldInput",
         "FileLoader",
+        "Image",
+        "Json",
+        "Loader",
         "LogMel",
+        "Mask",
         "Mixture",
+        "Npy",
         "Order",
         "Packing",
         "QuarantineList",
+        "Safetensors",
+        "Text",
+        "Video",
         "VideoLoader",
         "Window",
+        "field_from",
         "register_decoder",
+        "register_field",
     ]
     assert dir(loaders) == loaders.__all__
     for name in loaders.__all__:

@@ -432,7 +432,7 @@ def test_none_is_a_value_of_lists_and_of_optional_fields_only(make: Callable[...
         ({"video": "mp4"}, "field 'video' cannot be 'mp4'"),
         ({"id": Label()}, "a field cannot be called 'id'"),
         ({"a.b": Label()}, "a field cannot be called 'a.b'"),
-        ({"audio": Audio(like="video")}, "is like 'video', which is not a Video field"),
+        ({"audio": Audio(like="video")}, "is like 'video', which is not a Video or Image field"),
         ({"v": Video(Clip(2, fps=8)), "a": Audio(like="v"), "b": Audio(like="v")}, "are both like 'v'"),
         ({"v": Video(Clip(2, per_video=2)), "w": Video(Clip(3))}, "several parts of a sample"),
         ({"v": Video(Clip(2)), "a": Audio(like="v")}, "the length of the sound is open"),

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from headrace.dataio import pack
 from headrace.dataio.shards.dataset import Dataset
 from tests.support import killed_ranks, nursery
+from tests.support.pictures import picture
+from tests.support.shared_folder import shared_folder
+from tests.support.video_corpus import Made, make
 
 
 def check(made_dataset: Dataset, folder: Path, worlds: list[int], seed: int, kind: str = "plain") -> None:
@@ -50,6 +56,32 @@ def uninterrupted(url: str, steps: int, kind: str) -> list[Any]:
 
 def test_ranks_killed_three_times_go_on_exactly_as_two_and_as_three(made_dataset: Dataset, tmp_path: Path) -> None:
     check(made_dataset, tmp_path, [4, 2, 3, 4], seed=1)
+
+
+@pytest.fixture(scope="session")
+def images_and_videos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
+    """Six images and eight videos, each with a latent."""
+    folder = shared_folder(tmp_path_factory, "images-videos-latents", _make_images_and_videos)
+    with Dataset(folder / "ds") as packed:
+        yield packed
+
+
+def _make_images_and_videos(folder: Path) -> None:
+    (sources := folder / "in").mkdir()
+    for number in range(14):
+        name, data = f"{number:02}.png", picture("png", 40 + 8 * (number % 6), 48)
+        if number >= 6:
+            name, data = f"{number:02}.mp4", make(Made("h264.mp4", "libx264", "mp4", frames=20 + number))
+        (sources / name).write_bytes(data)
+        np.save(sources / f"{number:02}.latent.npy", np.full((2, 3), number, np.float32))
+    pack([sources], folder / "ds", workers=1).close()
+
+
+def test_images_videos_and_latents_go_on_exactly_on_other_ranks(images_and_videos: Dataset, tmp_path: Path) -> None:
+    check(images_and_videos, tmp_path, [4, 2, 3], seed=4, kind="fields")
+    rows = [row for line in (tmp_path / "log").read_text().splitlines() for row in json.loads(line)]
+    assert {row[0] < 6 for row in rows} == {True, False}  # images and videos
+    assert len({row[-1] for row in rows}) == len(rows)  # all noise is different
 
 
 @pytest.mark.soak

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import Bucket, Buckets, Clip, Mixture, VideoLoader
+from headrace.loaders import Bucket, Buckets, Clip, Loader, Mixture, Npy, Video, VideoLoader
 
 GLOBAL_BATCH = 12
 SECONDS = 120.0
@@ -47,8 +47,26 @@ class Job:
         return json.dumps(asdict(self))
 
 
-def make_loader(url: str, rank: int, world_size: int, kind: str = "plain") -> VideoLoader:
-    """The loader that every run has: of a dataset, or (`kind="mixed"`) of a mixture in buckets whose weights change."""
+def make_loader(url: str, rank: int, world_size: int, kind: str = "plain") -> VideoLoader | Loader:
+    """The loader that every run has: of a dataset, or (`kind="mixed"`) of a mixture in buckets whose weights change.
+
+    With `kind="fields"`, it has images and videos in buckets, latents, and noise that a transform draws.
+    """
+    if kind == "fields":
+        return Loader(
+            url,
+            fields={"video": Video(Clip(4, per_video=3), crop="random"), "latent": Npy("latent.npy")},
+            buckets=Buckets(
+                (Bucket((16, 16), 1), Bucket((16, 28), 1), Bucket((16, 16), 4)), 16 * 16 * 4 * 6, multiple=2
+            ),
+            transform=add_noise,
+            drop_last=False,
+            seed=5,
+            sidecar=None,
+            num_threads=1,
+            rank=rank,
+            world_size=world_size,
+        )
     source: str | Mixture = url
     batch: dict[str, Any] = {"batch_size": GLOBAL_BATCH // world_size, "size": (16, 16)}
     if kind == "mixed":
@@ -69,11 +87,17 @@ def make_loader(url: str, rank: int, world_size: int, kind: str = "plain") -> Vi
     )
 
 
+def add_noise(values: dict[str, Any], generator: torch.Generator) -> dict[str, Any]:
+    return values | {"noise": torch.randn(values["latent"].shape, generator=generator)}
+
+
 def row(batch: dict[str, Any]) -> list[list[Any]]:
-    """What a batch holds: (sample, start, digest of the pixels) of each clip."""
-    clips = () if batch["video"] is None else batch["video"]
-    digests = [hashlib.sha256(clip.numpy().tobytes()).hexdigest()[:16] for clip in clips]
-    return [list(one) for one in zip(batch["id"].tolist(), batch["clip"].tolist(), digests, strict=True)]
+    """What a batch holds: (sample, start, digests of the tensors) of each clip."""
+    starts = batch["video.start" if "video.start" in batch else "clip"].tolist()
+    names = [name for name in ("video", "latent", "noise") if name in batch]
+    tensors = [() if batch[name] is None else batch[name] for name in names]
+    digests = [[hashlib.sha256(one.numpy().tobytes()).hexdigest()[:16] for one in tensor] for tensor in tensors]
+    return [list(one) for one in zip(batch["id"].tolist(), starts, *digests, strict=True)]
 
 
 def train(job: Job, rank: int, world_size: int, port: int, most: int | None) -> None:

@@ -6,7 +6,8 @@ code points (those of ITU-T H.273) to libav's names, as ffprobe prints them.
 Invariants:
 
 * The whole file is decoded with strict error detection. A truncated image is rejected, and so is one with damage that
-  its format can detect. Missing rows are never filled with grey.
+  its format can detect. Missing rows are never filled with grey. `probe` also checks what libav does not check of a
+  PNG. `decode` does not, because its callers have compared the file's digest.
 * An image has no duration: its duration is 0, and its one frame is number 0 at time 0.
 * At most `limits.FRAME_PIXELS` are decoded.
 * Only the demuxers of these three formats may open the file.
@@ -30,6 +31,7 @@ from av.video.frame import VideoFrame
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.shards.media import png
 from headrace.dataio.shards.sample import Color, KeyFrame, VideoInfo
 
 _DEMUXERS = "jpeg_pipe,png_pipe,webp_pipe"
@@ -76,6 +78,9 @@ def _is_animated_webp(head: bytes) -> bool:
 def probe(data: bytes | memoryview, ext: str) -> VideoInfo:
     """Describe the image in `data` for the index. `ext` names the member."""
     frame = decode(data)
+    view = memoryview(data)
+    if view[:8] == png.SIGNATURE:
+        png.check(view, png.read_header(view, "the PNG"), "the PNG")
     return VideoInfo(
         ext=ext,
         stream=0,

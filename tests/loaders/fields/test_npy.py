@@ -103,11 +103,18 @@ def test_a_conversion_is_that_of_torch(stored: str, dtype: str) -> None:
             decode(field, npy(array))
         return
     found = decode(field, npy(array))
-    if stored == dtype:
-        assert isinstance(found, np.ndarray)
-    else:
-        assert found.dtype is getattr(torch, dtype)
-    assert torch.equal(torch.tensor(found) if stored == dtype else found, torch.tensor(array).to(getattr(torch, dtype)))
+    assert isinstance(found, np.ndarray) == (dtype in NUMPY_DTYPES)
+    expected = torch.tensor(array).to(getattr(torch, dtype))
+    assert torch.equal(torch.tensor(found) if isinstance(found, np.ndarray) else found, expected)
+
+
+def test_numbers_that_a_dtype_cannot_hold_become_infinite_without_a_warning() -> None:
+    data = npy(np.array([1e300, np.nan, -70000]))
+    for dtype in ("float16", "float32", "bfloat16"):
+        found = torch.as_tensor(decode(Npy(dtype=dtype), data))
+        expected = torch.tensor([1e300, np.nan, -70000], dtype=torch.float64).to(getattr(torch, dtype))
+        assert torch.equal(found.nan_to_num(1), expected.nan_to_num(1))
+    decode(Npy(dtype="int32"), data)
 
 
 # --- what is refused

@@ -79,7 +79,7 @@ def test_files_of_the_safetensors_package_are_read() -> None:
 def test_a_tensor_is_converted() -> None:
     data = file_of({"emb": entry(0, 4, "BF16", [2])}, tensor_bytes(torch.ones(2, dtype=torch.bfloat16)))
     found = decode(Safetensors("t5.safetensors", "emb", dtype=torch.float32), data)
-    assert found.dtype is torch.float32
+    assert found.dtype == torch.float32
     assert found.tolist() == [1, 1]
 
 

@@ -269,7 +269,7 @@ def test_a_file_returns_as_it_is(data: bytes) -> None:
     assert decode(Bytes("bin"), data) == data
     assert type(decode(Bytes("bin", collate=len), data)) is bytes
     for collate in ("concat", "pad", "stack"):
-        found = decode(Bytes("bin", collate=collate), data)  # type: ignore[arg-type]
+        found = decode(Bytes("bin", collate=collate), data)
         assert found.dtype == np.uint8
         assert found.tobytes() == data
         assert not found.flags.writeable

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.loaders.sampling import sample_ids
 from headrace.loaders.sampling.plan import Parts
 from headrace.loaders.sampling.sample_ids import (
     AllIds,
@@ -77,6 +78,14 @@ def test_ids_of_buckets_are_those_of_arrays(mask: npt.NDArray[np.bool_], data: s
         expected = plain[of_each == bucket]
         assert divided.samples_in(bucket) == len(expected)
         check(divided.ids_in(bucket, ids), expected, len(mask), data)
+
+
+@pytest.mark.parametrize("samples", [0, 1, 512, 513, 4096, 5000])
+def test_directories_of_buckets_go_on_in_the_next_blocks(monkeypatch: pytest.MonkeyPatch, samples: int) -> None:
+    monkeypatch.setattr(sample_ids, "_ROWS_AT_ONCE", 2)
+    numbers = np.random.default_rng(samples).integers(0, 3, samples).astype(np.uint8)
+    blocks = range(512, samples + 512, 512)
+    assert bucket_ends(numbers, 3).tolist() == [[int((numbers[:end] == n).sum()) for end in blocks] for n in range(3)]
 
 
 @settings(deadline=None)

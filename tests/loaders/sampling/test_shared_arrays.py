@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import multiprocessing
@@ -9,8 +10,9 @@ import os
 import shutil
 import signal
 import stat
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ import pytest
 
 from headrace.dataio.core import files
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError
+from headrace.dataio.core.json import seal, unseal
 from headrace.loaders.sampling import shared_arrays
-from headrace.loaders.sampling.shared_arrays import Arrays, NewArray, Work, compute
+from headrace.loaders.sampling.shared_arrays import Arrays, NewArray, Work, compute, content_key
 
 PIECES, PIECE_SIZE = 12, 1000
 SPAWN = multiprocessing.get_context("spawn")
@@ -121,6 +124,27 @@ def test_later_processes_compute_nothing(tmp_path: Path) -> None:
     assert stat.S_IMODE(the_folder(tmp_path).stat().st_mode) == 0o700
 
 
+def test_a_folder_that_is_used_is_not_old(tmp_path: Path) -> None:
+    compute(work(tmp_path / "calls"))
+    os.utime(the_folder(tmp_path), (0, 0))
+    compute(work(tmp_path / "calls"))
+    assert time.time() - the_folder(tmp_path).stat().st_mtime < 60
+
+
+def test_a_content_key_has_names_types_shapes_and_values() -> None:
+    arrays: list[Any] = [
+        np.zeros(4, np.uint8),
+        np.zeros(2, np.uint16),
+        np.zeros((2, 2), np.uint8),
+        np.zeros(0),
+        np.ones(4, np.uint8),
+    ]
+    keys = {content_key({"a": array}) for array in arrays}
+    assert len(keys | {content_key({"b": arrays[0]}), content_key({})}) == len(arrays) + 2
+    assert content_key({"a": arrays[0], "b": arrays[1]}) == content_key({"b": arrays[1], "a": arrays[0]})
+    assert content_key({"a": np.zeros(8, np.uint8)[::2]}) == content_key({"a": arrays[0]})
+
+
 def test_other_keys_have_other_arrays(tmp_path: Path) -> None:
     compute(work(tmp_path / "one"))
     compute(work(tmp_path / "two", key="others"))
@@ -150,6 +174,33 @@ def test_damaged_arrays_are_computed_again(tmp_path: Path, damage: str) -> None:
     assert calls_in(calls) == sorted(2 * list(range(PIECES)))
 
 
+def test_arrays_outside_the_folder_are_not_used(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    check(compute(work(calls)))
+    folder = the_folder(tmp_path)
+    (array,) = folder.glob("joined-*.npy")
+    array.rename(tmp_path / "moved.npy")
+    document = unseal((folder / "arrays.json").read_bytes(), "arrays.json")
+    document = document.replace(array.name.encode(), str(tmp_path / "moved.npy").encode())
+    (folder / "arrays.json").write_bytes(seal(document))
+    check(compute(work(calls)))
+    assert calls_in(calls) == sorted(2 * list(range(PIECES)))
+
+
+@pytest.mark.parametrize("appears", ["3.piece", "arrays.json"])
+def test_a_piece_is_not_computed_if_another_process_just_finished_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, appears: str
+) -> None:
+    @contextlib.contextmanager
+    def finished_before(path: Path, seconds: float, poll: float) -> Iterator[None]:
+        (tmp_path / appears).touch()
+        yield
+
+    monkeypatch.setattr(shared_arrays, "file_lock", finished_before)
+    assert shared_arrays._has_piece(tmp_path, work(tmp_path / "calls"), 3)
+    assert not (tmp_path / "calls").exists()
+
+
 def test_a_damaged_piece_is_computed_again(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     check(compute(work(calls)))
@@ -172,9 +223,11 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
     return caplog
 
 
-def test_a_folder_of_another_mode_is_not_used(tmp_path: Path, warnings: pytest.LogCaptureFixture) -> None:
-    folder = tmp_path / f"headrace-{os.geteuid()}"
-    folder.mkdir()
+@pytest.mark.parametrize("inside", [".", "arrays"])
+def test_a_folder_of_another_mode_is_not_used(tmp_path: Path, warnings: pytest.LogCaptureFixture, inside: str) -> None:
+    folder = tmp_path / f"headrace-{os.geteuid()}" / inside
+    folder.parent.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     folder.chmod(0o777)
     alone_with_a_warning(compute(work(tmp_path / "calls")), warnings, "not a private directory")
     assert list(folder.iterdir()) == []
@@ -203,6 +256,31 @@ def test_a_process_that_makes_no_progress_is_not_waited_for(
         arrays = compute(work(calls))
         assert time.monotonic() - begin >= 0.3
     alone_with_a_warning(arrays, warnings, "makes no progress")
+
+
+def test_a_process_that_makes_progress_is_waited_for(
+    tmp_path: Path, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_arrays, "WAIT_SECONDS", 1.0)
+    calls, other_calls = tmp_path / "calls", tmp_path / "others"
+    folder, other = shared_arrays._folder_of(["numbers"]), work(other_calls)
+    with contextlib.ExitStack() as held:
+        locks = [contextlib.ExitStack() for _ in range(PIECES)]
+        for number, lock in enumerate(locks):
+            lock.enter_context(files.file_lock(folder / f"{number}.lock", 0, 0))
+            held.callback(lock.close)
+
+        def compute_slowly() -> None:
+            for number, lock in enumerate(locks):
+                time.sleep(0.2)
+                lock.close()
+                assert shared_arrays._has_piece(folder, other, number)
+
+        thread = threading.Thread(target=compute_slowly)
+        thread.start()
+        check(compute(work(calls)))
+        thread.join()
+    assert not warnings.records
 
 
 def test_a_process_that_combines_too_long_is_not_waited_for(
@@ -283,6 +361,23 @@ def test_old_folders_are_removed_and_mapped_arrays_stay_readable(
         os.utime(folder, (old, old))
     compute(work(tmp_path / "calls", key="e"))
     assert len(list((tmp_path / f"headrace-{os.geteuid()}" / "arrays").iterdir())) == 1
+
+
+def test_the_folders_that_were_used_last_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_arrays, "MAX_WORKS", 3)
+    for key in "abcad":  # the use of b is the oldest one
+        compute(work(tmp_path / "calls", key=key))
+        time.sleep(0.01)
+    for key in "acd":
+        compute(work(tmp_path / "kept", key=key))
+    assert not (tmp_path / "kept").exists()
+
+
+def test_another_version_of_headrace_has_other_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute(work(tmp_path / "one"))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "another")
+    compute(work(tmp_path / "two"))
+    assert calls_in(tmp_path / "two") == list(range(PIECES))
 
 
 def test_the_bytes_of_all_folders_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+import zlib
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from av.filter import Graph
 from av.video.stream import VideoStream
 
 from headrace.dataio import pack
-from headrace.dataio.core.errors import HeadraceError, UnsupportedError
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.index.rows import to_row
 from headrace.dataio.shards.ingest.index_tars import index
-from headrace.dataio.shards.media import images
+from headrace.dataio.shards.media import images, png
 from headrace.dataio.shards.media.messages import Clip, Description, Prepared, decode_outcome, encode_outcome
 from headrace.dataio.shards.media.probe import probe
 from headrace.dataio.shards.sample import Color, KeyFrame
@@ -55,6 +56,42 @@ def test_a_picture_cut_anywhere_is_refused(kind: str) -> None:
         else:
             assert (found == whole).all()
     assert rejected >= 23
+
+
+def png_with(data: bytes, rows: bytes) -> bytes:
+    """The PNG with other compressed rows, and right checksums."""
+    body = b"IDAT" + rows
+    begin, end = data.index(b"IDAT") - 4, data.index(b"IEND") - 4
+    return data[:begin] + len(rows).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big") + data[end:]
+
+
+@pytest.mark.parametrize("pixel_format", ["rgb24", "gray", "rgba", "ya8", "gray16be", "rgb48be"])
+def test_a_png_that_lacks_rows_or_has_a_flipped_bit_is_refused(pixel_format: str) -> None:
+    """libav decodes both, and fills in what is missing."""
+    data = picture("png", 40, 30, pixel_format)
+    assert images.probe(data, "png").height == 30
+    size = png.read_header(memoryview(data), "it").size
+    half = png_with(data, zlib.compress(bytes(size // 2)))
+    assert images.decode(half).height == 30
+    with pytest.raises(CorruptionError, match=f"{size // 2} of {size} bytes of rows"):
+        images.probe(half, "png")
+    assert images.probe(png_with(data, zlib.compress(bytes(size))), "png").width == 40
+    begin, end = data.index(b"IDAT"), data.index(b"IEND") - 8
+    for at in range(begin + 4, end, 7):
+        flipped = bytearray(data)
+        flipped[at] ^= 1 << at % 8
+        with pytest.raises(CorruptionError):
+            images.probe(bytes(flipped), "png")
+
+
+def test_pack_skips_a_png_that_lacks_rows(tmp_path: Path) -> None:
+    (tmp_path / "good.png").write_bytes(picture("png", 40, 30))
+    (tmp_path / "short.png").write_bytes(png_with(picture("png", 40, 30), zlib.compress(bytes(900))))
+    with pack([tmp_path / "good.png", tmp_path / "short.png"], tmp_path / "set", workers=1) as dataset:
+        assert list(dataset.keys) == ["good"]
+        assert dataset.report is not None
+        (skipped,) = dataset.report.skipped
+    assert "900 of 3630 bytes of rows" in skipped.reason
 
 
 def test_what_is_no_picture_or_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
