@@ -29,7 +29,7 @@ from headrace.loaders.batch.batch import AXES, Output
 from headrace.loaders.batch.sample_builder import OnError
 from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import DEFAULT_MEMORY, BadSampleOptions, DeliveryOptions
-from headrace.loaders.processors.wrappers import Transform, check_columns, known_columns, sourced, wrapped
+from headrace.loaders.processors.wrappers import Transform, check_columns, sourced, wrapped
 from headrace.loaders.sampling.plan import Bucketing, DatasetLike, Find, OrderPlan, Sampling, make_plan, open_datasets
 from headrace.loaders.sampling.sample_ids import SampleIds, Small
 from headrace.loaders.validation import check_choice, check_count, check_type, checked
@@ -74,7 +74,7 @@ class LoaderConfig:
 
     Args:
         columns (Sequence[str]): columns of the index, or promoted fields of the samples' JSON, to add to every batch.
-            Default: ().
+            "caption" is the text of the sample, and "fields.caption" the field of the JSON. Default: ().
         transform (Callable): called as `transform(tensors, generator)` for each sample, before pixels become floats. It
             returns a dict with the same names. Each sample has its own generator, which a resumed run seeds
             identically. Default: None.
@@ -249,7 +249,7 @@ class LoaderConfig:
 
         def find_checked(dataset: Dataset) -> tuple[SampleIds, int | Small]:
             if self.columns:
-                check_columns(self.columns, known_columns(dataset.document.summary().fields), dataset.url)
+                check_columns(self.columns, dataset.document.summary().fields, dataset.url)
             return find(dataset)
 
         opened = open_datasets(source, self.version, self.storage_options, self.trust_mounts)

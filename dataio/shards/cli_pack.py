@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 _PACK = """\
 SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet) or a WebDataset .tar, local or s3://bucket/….
-Files with the same stem in one folder are one sample: clip.mp4 with clip.json (fields), clip.txt or clip.vtt (text), and so on.
+Files with the same stem in one folder are one sample: clip.mp4 with clip.json (fields), clip.txt (text), and so on.
+The text of a sample is its .txt, or the "caption" of its .json (see --text-field), or the words of its .vtt.
 DST is a folder or s3://bucket/prefix; S3 credentials and endpoint come from the usual AWS variables and profiles.
 To continue an interrupted pack, give the same command again."""
 _PACK_CODES = """\
@@ -49,6 +50,7 @@ does not exist · 3 temporary failure, try again · 4 a damaged file, with --str
 _INDEX = """\
 Make a dataset over existing WebDataset tars without moving them. Nothing is copied: DST gets only an index and a version.
 URL-PATTERN is a tar, a folder of tars, or a quoted pattern: 's3://bucket/set/{00000..09999}.tar', '/data/{train,extra}/*.tar'.
+The text of a sample is its .txt, or the "caption" of its .json (see --text-field), or the words of its .vtt.
 Every shard is read once, to hash its members and to probe its media. S3 credentials and endpoint come from the usual AWS
 variables and profiles. Commands (pipe:…) and compressed tars are not supported.
 To continue an interrupted run, give the same command again."""
@@ -68,6 +70,11 @@ def _seconds(text: str) -> float:
 def _common_options(strict: str, processes: str) -> tuple[Argument, ...]:
     """Return the options that `pack` and `index` have in common."""
     return (
+        argument(
+            "--text-field",
+            metavar="NAME",
+            help="field of the samples' JSON that is the text of samples without a .txt (default: caption)",
+        ),
         argument("--strict", action="store_true", help=f"stop at the first {strict}"),
         engine(),
         workers(processes),
@@ -122,6 +129,7 @@ def pack(args: argparse.Namespace) -> int:
             strict=args.strict,
             columns=Columns(path=args.path_column, key=args.key_column, caption=args.caption_column),
             recipe=_recipe(args),
+            text_field=args.text_field,
             engine=args.engine,
             progress=progress,
             workers=args.workers,
@@ -163,6 +171,7 @@ def index(args: argparse.Namespace) -> int:
             name=args.name,
             strict=args.strict,
             keys=args.keys,
+            text_field=args.text_field,
             engine=args.engine,
             progress=progress,
             workers=args.workers,

@@ -187,7 +187,8 @@ class Dataset:
         """Read columns of the index.
 
         Args:
-            names (Sequence[str]): Names of columns of `headrace.dataio.shards.index.rows.SCHEMA`.
+            names (Sequence[str]): Names of columns of `headrace.dataio.shards.index.rows.SCHEMA`. "caption" is another
+                name of "text".
 
         Returns:
             pyarrow.Table: One row for each sample, ordered by number.
@@ -202,13 +203,17 @@ class Dataset:
         """
         from headrace.dataio.shards.index import rows as index  # imports Arrow, which sample lookup does not need
 
-        unknown = [name for name in names if name not in index.SCHEMA.names]
+        known = [*index.SCHEMA.names, "caption"]
+        unknown = [name for name in names if name not in known]
         if unknown:
             raise UsageError(
-                f"the index has no column {unknown[0]!r}{did_you_mean(unknown[0], index.SCHEMA.names)}",
-                hint=f"it has {', '.join(index.SCHEMA.names)}",
+                f"the index has no column {unknown[0]!r}{did_you_mean(unknown[0], known)}",
+                hint=f"it has {', '.join(known)}",
             )
-        return self.index.columns(names)
+        if "caption" not in names:
+            return self.index.columns(names)
+        stored = ["text" if name == "caption" else name for name in names]
+        return self.index.columns(list(dict.fromkeys(stored))).select(stored).rename_columns(list(names))
 
     def constant_value(self, column: str) -> str | None:
         """Return the value that all samples have in this column, or None if the version document records none.

@@ -4,6 +4,7 @@ Purpose: deliver captions, annotations, camera poses and boxes, and files that t
 
 Invariants:
 - Text is UTF-8. A byte order mark is allowed and removed.
+- A text that is chosen at random depends on the loader's seed, the epoch and the sample.
 - JSON is parsed within the bounds of `headrace.dataio.core.json` and `limits.SAMPLE_JSON_BYTES`.
 - Numbers are never changed: a number that its dtype cannot hold is an error. Floating-point numbers are rounded to the
   dtype's precision.
@@ -14,12 +15,16 @@ raise `CorruptionError`. Files that are too large, and samples without a caption
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import json
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as option
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -55,37 +60,66 @@ _TEXT_EXPANSION = 4
 """Bytes of memory that a byte of UTF-8 takes in a str, at most."""
 
 
-@suggests_arguments()
+@suggests_arguments(key="path")
 @dataclass(frozen=True)
 class Text(Field):
     """The text of a sample. The entry of a batch is a list of str.
 
+    Leading and trailing white space is removed.
+
     Args:
-        file (str | None): extension of a UTF-8 text file, at most 1 MiB. Leading and trailing white space is removed.
-            Default: None, the caption in the index.
+        file (str | None): extension of a UTF-8 text file, at most 1 MiB; with `path`, of a JSON file. Default: None, the
+            caption in the index; with `path`, "json".
+        path (str): where a JSON file has the text, or a list of texts, as for `Json`. Default: "", no JSON file.
+        choose (str): which text of a list is taken. Empty texts are left out. Default: "first".
+
+            - "first": the first one.
+            - "random": another one in each epoch, by the loader's seed. Fields with lists of the same length choose the
+              same position, as long as no text is empty and the weights are equal.
+        weights (str): with `choose="random"`, where the JSON file has a list with a number for each text. A text is
+            chosen in proportion to its number. Default: "", equal numbers.
         required (bool): leave out samples that lack the file or the caption. With False, their text is None. Default:
-            True.
+            True. A JSON file without a text is a bad sample; with `required=False`, the sample has no text.
 
     Raises:
-        UsageError: for an impossible extension.
+        UsageError: for an impossible extension, path or choice.
 
     Example:
         >>> Text(file="title.txt").files
         ('title.txt',)
+        >>> Text(path="captions", choose="random").files
+        ('json',)
     """
 
-    _: KW_ONLY
     file: str | None = None
-    required: bool = True
+    _: KW_ONLY
+    path: str = ""
+    choose: Literal["first", "random"] = "first"
+    weights: str = ""
     collate: Collate = option(default="list", init=False, repr=False)
+    required: bool = True
     files: tuple[str, ...] = option(init=False, repr=False)
     uses_caption: bool = option(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_options(self, *(() if self.file is None else (check_file(self, self.file),)))
+        _steps(checked("Text's path", self.path, str))
+        _steps(checked("Text's weights", self.weights, str))
+        if self.choose not in ("first", "random"):
+            raise UsageError(f"Text's choose cannot be {self.choose!r:.80}", hint="give 'first' or 'random'")
+        if self.choose == "random" and not self.path:
+            hint = 'give the path of a list of texts, such as Text(path="captions", choose="random")'
+            raise UsageError("Text's choose='random' needs a path", hint=hint)
+        if self.weights and self.choose != "random":
+            raise UsageError("Text's weights need choose='random'", hint="leave them out, or give both")
+        if self.path and self.file is None:
+            object.__setattr__(self, "file", "json")
         object.__setattr__(self, "uses_caption", self.file is None)
+        files = () if self.file is None else (check_file(self, self.file),)
+        check_options(self, *files)
 
     def decode(self, data: FieldInput) -> str | None:
+        if self.path:
+            return self._from_json(data)
         if self.file is not None:
             return read_text(data.files[self.file], f".{self.file}")
         if data.sample.text is None and self.required:
@@ -93,7 +127,83 @@ class Text(Field):
         return data.sample.text
 
     def nbytes(self, sample: Sample) -> int:
-        return _TEXT_EXPANSION * super().nbytes(sample)
+        return (_JSON_EXPANSION if self.path else _TEXT_EXPANSION) * super().nbytes(sample)
+
+    def _from_json(self, data: FieldInput) -> str | None:
+        what = f".{self.file}"
+        document = read_json(data.files[str(self.file)], what)
+        try:
+            value = value_at(document, self.path, what)
+        except CorruptionError:
+            if self.required:
+                raise
+            return None
+        texts = texts_of(value, f"{self.path!r:.80} in {what}")
+        numbers = [1.0] * len(texts)
+        if self.weights and texts:
+            numbers = weights_of(value_at(document, self.weights, what), len(texts), f"{self.weights!r:.80} in {what}")
+        usable = [(text, number) for text, number in zip(texts, numbers, strict=True) if text and number]
+        if not usable:
+            if self.required:
+                raise UnsupportedError(
+                    f"{self.path!r:.80} in {what} holds no text", hint="Text(required=False) keeps such samples"
+                )
+            return None
+        chosen = usable[0][0] if self.choose == "first" else _drawn(usable, data)
+        return _checked_text(chosen, f"a text of {self.path!r:.80} in {what}")
+
+
+def texts_of(value: Any, what: str) -> list[str]:
+    """The texts of a JSON value: a string, a list of strings, or null. White space around each is removed.
+
+    Args:
+        value: the parsed JSON value.
+        what: name of the value, for errors.
+    """
+    texts = value if isinstance(value, list) else [] if value is None else [value]
+    for text in texts:
+        if not isinstance(text, str):
+            kind = "null" if text is None else type(text).__name__
+            raise CorruptionError(f"{what} is not a text or a list of texts: it has a value of type {kind}")
+    return [text.strip() for text in texts]
+
+
+def weights_of(value: Any, count: int, what: str) -> list[float]:
+    """The weights of `count` texts: a list of numbers that are not negative and not all 0, or one number for one text.
+
+    Args:
+        value: the parsed JSON value.
+        count: number of texts.
+        what: name of the value, for errors.
+    """
+    numbers = value if isinstance(value, list) else [value]
+    if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):
+        raise CorruptionError(f"{what} is not a list of numbers that are not negative")
+    if len(numbers) != count:
+        raise CorruptionError(f"{what} has {len(numbers)} numbers for {count} texts")
+    weights = [float(number) for number in numbers]
+    if not 0 < sum(weights) < math.inf:
+        raise CorruptionError(f"the sum of {what} is not a positive number")
+    return weights
+
+
+def _drawn(usable: Sequence[tuple[str, float]], data: FieldInput) -> str:
+    """One of the texts, each with a chance in proportion to its number."""
+    import torch
+
+    ends = list(itertools.accumulate(number for _, number in usable))
+    place = torch.rand((), dtype=torch.float64, generator=data.generator()).item() * ends[-1]
+    return usable[min(bisect.bisect_right(ends, place), len(usable) - 1)][0]
+
+
+def _checked_text(text: str, what: str) -> str:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:  # JSON can escape half of a character
+        raise CorruptionError(f"{what} is not Unicode text: {error}") from error
+    if size > TEXT_BYTES:
+        raise UnsupportedError(f"{what} is larger than {format_bytes(TEXT_BYTES)}")
+    return text
 
 
 @suggests_arguments(key="path")

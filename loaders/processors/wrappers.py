@@ -18,6 +18,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError, UsageError
+from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.core.suggestions import did_you_mean
 from headrace.dataio.shards.sample import Sample
 from headrace.loaders.decode.dali import gpu_count
@@ -27,9 +28,15 @@ if TYPE_CHECKING:
     from headrace.loaders.audio.spec import AudioSpec
 
 _TRANSFORM = 25  # distinguishes the generator's seed from all other random streams
+_CAPTION, _FIELD = "caption", "fields."
+_NO_TEXT = (
+    "columns has 'caption', and the index has no text of samples whose JSON has a caption: index or pack again, "
+    "or use columns=['fields.caption']"
+)
 _RESERVED = frozenset(
     ["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"]
 )
+_log = get_logger(__name__)
 Tensors = Mapping[str, torch.Tensor]
 Transform = Callable[[dict[str, torch.Tensor], torch.Generator], Tensors]
 
@@ -69,7 +76,10 @@ class ProcessorWrapper:
 
 
 class WithColumns(ProcessorWrapper):
-    """Adds index columns, or promoted fields of the samples' JSON, to every batch. A missing value is None."""
+    """Adds columns of the index, or promoted fields of the samples' JSON, to every batch. A missing value is None.
+
+    "caption" is the sample's text. "fields.NAME" is the field NAME, which may have the name of a column.
+    """
 
     def __init__(self, inner: Processor, columns: Sequence[str]) -> None:
         from headrace.dataio.shards.index.rows import to_row  # imports Arrow, which only loaders with columns need
@@ -83,23 +93,25 @@ class WithColumns(ProcessorWrapper):
         return replace(inner, numbers={**inner.numbers, **dict.fromkeys(self._columns)})
 
     def _extend(self, ref: SampleRef, finished: ProcessedSample) -> ProcessedSample:
-        row = self._row(finished.sample)
-        fields = finished.sample.fields
+        sample = finished.sample
+        row = {**self._row(sample), _CAPTION: sample.text}
+        fields = {**{f"{_FIELD}{name}": value for name, value in sample.fields.items()}, **sample.fields}
         columns = {name: row[name] if name in row else fields.get(name) for name in self._columns}
+        if _CAPTION in columns and sample.text is None and isinstance(sample.fields.get(_CAPTION), str):
+            warn_once(_log, _NO_TEXT, per="job")
         return replace(finished, values={**finished.values, **columns})
 
 
-def check_columns(columns: Sequence[str], known: Sequence[str], url: str) -> tuple[str, ...]:
-    """Return `columns` without duplicates.
+def check_columns(columns: Sequence[str], fields: Mapping[str, object], url: str) -> tuple[str, ...]:
+    """Return `columns` without duplicates. `fields` are the promoted fields of samples.
 
     Raise `UsageError` if a column does not exist, or has the name of another entry of the batches.
     """
+    known = known_columns(fields)
     for name in columns:
         if name in _RESERVED:
             raise UsageError(f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out")
-        if name == "caption" and name not in known:
-            raise UsageError(f"{url} has no column 'caption'", hint='every batch has the captions, as "text"')
-        if name not in known:
+        if name not in known and not (name.startswith(_FIELD) and name.removeprefix(_FIELD) in fields):
             raise UsageError(
                 f"{url} has no column {name!r}{did_you_mean(name, known)}", hint=f"there are {', '.join(sorted(known))}"
             )
@@ -146,10 +158,10 @@ def transform_generator(ref: SampleRef) -> torch.Generator:
 
 
 def known_columns(fields: Mapping[str, object]) -> list[str]:
-    """The names that `columns` may contain: the index's columns, and the promoted `fields` of samples."""
+    """The names that `columns` may contain: the index's columns, "caption", and the promoted `fields` of samples."""
     from headrace.dataio.shards.index import rows
 
-    return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), *fields]
+    return [*(name for name in rows.SCHEMA.names if name not in ("key", "text")), _CAPTION, *fields]
 
 
 def wrapped(processor: Processor, columns: Sequence[str], transform: Transform | None) -> Processor:

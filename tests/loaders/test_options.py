@@ -15,11 +15,23 @@ import torch
 from headrace.dataio import pack
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import AudioLoader, AudioSpec, Clip, LogMel, Mixture, VideoLoader, Window
+from headrace.loaders import (
+    Audio,
+    AudioLoader,
+    AudioSpec,
+    Clip,
+    FileLoader,
+    Loader,
+    LogMel,
+    Mixture,
+    VideoLoader,
+    Window,
+)
 from headrace.loaders.decode.resize import fit
 from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.processors.video import Cut
 from tests.support import video_corpus
+from tests.support.written_media import write_wav
 
 NAMES = ("h264.mp4", "h264-late.mkv", "h264-vfr.mkv", "vp8.webm", "mpeg4.mp4", "mjpeg.mkv")
 
@@ -59,17 +71,55 @@ def first(loader: Any) -> dict[str, Any]:
 
 
 def test_columns_of_the_index_and_fields_of_the_json_come_with_the_batch(make: Any, clips: Dataset) -> None:
-    batch = first(make(columns=["label", "caption", "width", "duration"]))
+    batch = first(make(columns=["label", "caption", "fields.caption", "width", "duration"]))
     samples = [clips.sample(int(number)) for number in batch["id"]]
     assert batch["label"] == [sample.fields.get("label") for sample in samples]
     assert {type(label) for label in batch["label"]} == {int, type(None)}
-    assert batch["caption"] == [sample.fields.get("caption") for sample in samples]
+    assert batch["fields.caption"] == [sample.fields.get("caption") for sample in samples]
+    assert batch["caption"] == batch["text"]  # it has another text
+    assert set(batch["caption"]) & set(batch["fields.caption"]) == {None}
     assert batch["width"] == [64] * 6
     assert batch["duration"] == [sample.duration for sample in samples]
     assert batch["text"] == [sample.text for sample in samples]
-    for wrong in ("no such", "video", "key"):
+    for wrong in ("no such", "video", "key", "fields.no such", "fields."):
         with pytest.raises(UsageError, match=wrong):
             make(columns=[wrong])
+
+
+def test_caption_is_a_column_of_samples_without_json_and_in_every_loader(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "in").mkdir()
+    write_wav(tmp_path / "in" / "a.wav", seconds=0.02)
+    (tmp_path / "in" / "a.txt").write_text("a text")
+    with pack([tmp_path / "in"], tmp_path / "ds", workers=1) as dataset:
+        assert dataset.columns(["caption", "key", "text"]).to_pydict() == {
+            "caption": ["a text"],
+            "key": ["a"],
+            "text": ["a text"],
+        }
+        assert dataset.where("caption = 'a text'").columns(["caption"]).column_names == ["caption"]
+        with pytest.raises(UsageError, match="did you mean caption"):
+            dataset.columns(["captions"])
+        options: dict[str, Any] = {"columns": ["caption"], "sidecar": None}
+        with AudioLoader(dataset, 1, **options) as loader:
+            assert first(loader)["caption"] == ["a text"]
+        with FileLoader(dataset, 1, files=["wav"], **options) as loader:
+            assert first(loader)["caption"] == ["a text"]
+        with Loader(dataset, 1, fields={"sound": Audio()}, **options) as loader:
+            assert first(loader)["caption"] == ["a text"]
+        assert "has no text" not in caplog.text
+
+
+def test_an_index_without_the_texts_of_json_captions_is_warned_of(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "in").mkdir()
+    write_wav(tmp_path / "in" / "a.wav", seconds=0.02)
+    (tmp_path / "in" / "a.json").write_text('{"caption": "a dog"}')
+    with (
+        pack([tmp_path / "in"], tmp_path / "ds", workers=1, text_field="title") as dataset,
+        AudioLoader(dataset, 1, columns=["caption", "fields.caption"], sidecar=None) as loader,
+    ):
+        batch = first(loader)
+    assert (batch["caption"], batch["fields.caption"]) == ([None], ["a dog"])
+    assert "the index has no text of samples whose JSON has a caption" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", torch.float32])

@@ -43,8 +43,9 @@ from headrace.dataio.core.imports import MissingExtraError
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest.index_units import IndexedUnit, IndexSettings, index_plan, index_task
 from headrace.dataio.shards.ingest.patterns import FoundShards, find, prefix_in
-from headrace.dataio.shards.ingest.report import PackReport, Skipped, skip_error
+from headrace.dataio.shards.ingest.report import PackReport, Skipped, no_text_notes, skip_error
 from headrace.dataio.shards.ingest.tar_scanner import SourceShard
+from headrace.dataio.shards.media.messages import check_text_field
 from headrace.dataio.shards.query.part_writer import PartWriter
 from headrace.dataio.shards.units.engine import Engine, RunReport, find_engine, run_units
 from headrace.dataio.shards.units.journal import Done, Journal
@@ -89,6 +90,7 @@ def index(
     name: str | None = None,
     strict: bool = False,
     keys: Keys = "member",
+    text_field: str | None = None,
     engine: str = "local",
     progress: Callable[[IndexProgress], None] | None = None,
     workers: int | None = None,
@@ -103,6 +105,8 @@ def index(
         name (str): the dataset's name. None derives it from `url`.
         strict (bool): raise the error of the first sample or shard that cannot be used. By default, it is skipped.
         keys (str): "member" (the default) takes WebDataset's keys. "shard" puts the shard's path in front of them.
+        text_field (str): the field of the samples' JSON that holds the text of samples without a `.txt`. None means
+            "caption".
         engine (str): where the work runs: "local" (the default) or "ray".
         progress: a function that is called with an `IndexProgress` while the shards are read. None reports nothing.
         workers (int): the number of probing processes. None means one per core of this machine, or of the Ray cluster.
@@ -132,7 +136,7 @@ def index(
     worker_count(workers)
     chosen = find_engine(engine)
     listed = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
-    settings = IndexSettings(strict=strict, prefix_keys=keys == "shard")
+    settings = IndexSettings(strict=strict, prefix_keys=keys == "shard", text_field=check_text_field(text_field))
     with contextlib.ExitStack() as undo:
         store, owned = use_or_open(url, storage_options)
         if owned:
@@ -271,7 +275,7 @@ class _Indexer:
             seconds=time.monotonic() - self._began,
             skipped=(*self._found_shards.missing, *merged.skipped),
             ignored=self._found_shards.ignored,
-            notes=tuple(merged.notes),
+            notes=(*merged.notes, *no_text_notes(self._settings.text_field, merged.has_text)),
             resumed=run.resumed,
             workers=run.workers,
         )
@@ -289,7 +293,7 @@ class _MergedRecords:
         self._store = store
         self._journal, self._parts, self._unique_keys = journal, PartWriter(store, 0), UniqueKeys(shards)
         self._numbers = {shard.key: number for number, shard in enumerate(shards)}
-        self._waiting, self._next = set[int](), 0
+        self._waiting, self._next, self.has_text = set[int](), 0, False
         self.shards, self.skipped, self.notes, self.members = list[versions.Shard](), list[Skipped](), list[str](), 0
 
     def recorded(self, number: int) -> None:
@@ -307,6 +311,7 @@ class _MergedRecords:
         self.skipped += record.skipped
         self.notes += record.notes
         self.members += record.members
+        self.has_text = self.has_text or any(sample.text is not None for sample in record.samples)
         return record
 
     def _merge(self, record: IndexedUnit) -> None:

@@ -46,10 +46,11 @@ _log = get_logger(__name__)
 
 
 class IndexSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that apply to every unit."""
+    """The settings that apply to every unit. `text_field` is the field of the samples' JSON that holds their text."""
 
     strict: bool
     prefix_keys: bool
+    text_field: str | None = None
 
 
 class _ShardToIndex(msgspec.Struct, frozen=True):
@@ -155,13 +156,20 @@ class _IndexRunner(UnitRunner[IndexUnit, IndexedUnit]):
     def _index(self, unit: IndexUnit, step: Step) -> IndexedUnit:
         shards, samples = list[Shard](), list[Sample]()
         skipped, notes, members = list[Skipped](), list[str](), 0
+        settings = self._settings
         for entry in unit.shards:
             shard = SourceShard(entry.key, self._sources[entry.root], entry.store_key, entry.size, entry.modified)
-            scanner = TarScanner(shard, strict=self._settings.strict, prefix_keys=self._settings.prefix_keys, step=step)
+            scanner = TarScanner(
+                shard,
+                strict=settings.strict,
+                prefix_keys=settings.prefix_keys,
+                step=step,
+                text_field=settings.text_field,
+            )
             try:
                 shard_samples = self._scan(shard, scanner)
             except _SHARD_FAULTS as error:
-                if self._settings.strict:
+                if settings.strict:
                     raise
                 _log.info("skipped %s: %s", shard.url, error)
                 skipped.append(Skipped(shard.url, error.code, str(error)))  # the shard, not its samples

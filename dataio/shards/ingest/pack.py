@@ -38,11 +38,11 @@ from headrace.dataio.core.errors import ConflictError, UsageError
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest import plan
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
-from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, skip_error
+from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, no_text_notes, skip_error
 from headrace.dataio.shards.ingest.source_stores import SourceStores
 from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
 from headrace.dataio.shards.ingest.unit_packer import pack_task
-from headrace.dataio.shards.media.messages import TEXT_BYTES, Recipe, check_recipe
+from headrace.dataio.shards.media.messages import TEXT_BYTES, Recipe, check_recipe, check_text_field
 from headrace.dataio.shards.query import views
 from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.query.part_writer import PartWriter
@@ -73,6 +73,7 @@ def pack(
     captions: Mapping[str, str] | None = None,
     columns: Columns = DEFAULT_COLUMNS,
     recipe: Recipe = _UNCHANGED,
+    text_field: str | None = None,
     engine: str = "local",
     progress: Callable[[Progress], None] | None = None,
     workers: int | None = None,
@@ -97,6 +98,8 @@ def pack(
         columns (Columns): the names of the columns in manifests. The default is `path`, `key` and `caption`.
         recipe (Recipe): how to re-encode media, copy them into another container, or split them. By default, the files
             stay as they are.
+        text_field (str): the field of the samples' JSON that holds the text of samples without a `.txt`. None means
+            "caption".
         engine (str): where the work runs: "local" (the default) or "ray".
         progress: a function that is called with a `Progress` when a group of files is finished. None reports nothing.
         workers (int): the number of processes. None means one for each core of this machine, or of the Ray cluster.
@@ -123,6 +126,7 @@ def pack(
         captions=captions or {},
         columns=columns,
         recipe=recipe,
+        text_field=text_field,
         engine=engine,
         progress=progress,
         workers=workers,
@@ -141,6 +145,7 @@ def append(
     captions: Mapping[str, str] | None = None,
     columns: Columns = DEFAULT_COLUMNS,
     recipe: Recipe = _UNCHANGED,
+    text_field: str | None = None,
     engine: str = "local",
     progress: Callable[[Progress], None] | None = None,
     workers: int | None = None,
@@ -177,6 +182,7 @@ def append(
         captions=captions or {},
         columns=columns,
         recipe=recipe,
+        text_field=text_field,
         engine=engine,
         progress=progress,
         workers=workers,
@@ -218,6 +224,7 @@ class _PackJob:
         captions: Mapping[str, str],
         columns: Columns,
         recipe: Recipe,
+        text_field: str | None,
         engine: str,
         progress: Callable[[Progress], None] | None,
         workers: int | None,
@@ -229,7 +236,9 @@ class _PackJob:
             )
         worker_count(workers)
         self._recipe = check_recipe(recipe)
-        self._settings = plan.Settings(shard_bytes=shard_bytes, recipe=recipe, strict=strict)
+        self._settings = plan.Settings(
+            shard_bytes=shard_bytes, recipe=recipe, strict=strict, text_field=check_text_field(text_field)
+        )
         self._captions, self._columns, self._progress, self._workers = captions, columns, progress, workers
         self._engine, self.stores = find_engine(engine), SourceStores(source_options)
         self._started = time.monotonic()
@@ -384,7 +393,7 @@ class _UnitRunner:
     def report(self, reporter: _PackReporter, run: RunReport, seconds: float) -> PackReport:
         """Build the report from the records."""
         files = samples = shards = size = 0
-        skipped, notes = list(reporter.skipped), list[str]()
+        skipped, notes, has_text = list(reporter.skipped), list[str](), False
         for packed in self.journal.records(len(self.units)):
             files += packed.files
             samples += len(packed.samples)
@@ -392,6 +401,7 @@ class _UnitRunner:
             size += sum(shard.size for shard in packed.shards)
             skipped += packed.skipped
             notes += packed.notes
+            has_text = has_text or any(sample.text is not None for sample in packed.samples)
         return PackReport(
             files=files,
             samples=samples,
@@ -400,7 +410,7 @@ class _UnitRunner:
             seconds=seconds,
             skipped=tuple(skipped),
             ignored=reporter.gathered.ignored,
-            notes=tuple(notes),
+            notes=(*notes, *no_text_notes(self.settings.text_field, has_text)),
             resumed=run.resumed,
             workers=run.workers,
         )

@@ -38,13 +38,14 @@ UNIT_GROUPS = 20_000
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings that apply to every unit.
 
-    `salt` goes into the names of shards, so that a later version does not reuse the names of an earlier version's
-    shards.
+    `text_field` is the field of the samples' JSON that holds their text. `salt` goes into the names of shards, so that
+    a later version does not reuse the names of an earlier version's shards.
     """
 
     shard_bytes: int
     recipe: Recipe = Recipe()
     strict: bool = False
+    text_field: str | None = None
     salt: int = 0
 
 

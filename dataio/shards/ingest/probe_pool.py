@@ -81,17 +81,24 @@ class ProbePool:
         self._pool = WorkerPool(command, PROBE_HELLO, workers, answer_bytes=_ANSWER_BYTES)
         self._copying = ThreadPoolExecutor(_SAMPLES_PER_WORKER * self._pool.workers, thread_name_prefix="copy")
 
-    def describe(self, groups: Iterable[Group]) -> Iterator[tuple[Group, DescribeResult]]:
+    def describe(
+        self, groups: Iterable[Group], text_field: str | None = None
+    ) -> Iterator[tuple[Group, DescribeResult]]:
         """Yield each group with its description, in order. The media stay as they are."""
-        for group, outcome in self.prepare(groups):
+        for group, outcome in self.prepare(groups, text_field=text_field):
             yield group, outcome if isinstance(outcome, Failure) else outcome.clips[0].described
 
     def prepare(
-        self, groups: Iterable[Group], recipe: Recipe = _UNCHANGED, scratch: str = ""
+        self,
+        groups: Iterable[Group],
+        recipe: Recipe = _UNCHANGED,
+        scratch: str = "",
+        text_field: str | None = None,
     ) -> Iterator[tuple[Group, PrepareResult]]:
         """Yield each group with the samples that `recipe` makes from it, in order.
 
-        New files go into the group's own folder below `scratch`, which is `scratch_folder_of(group, recipe, scratch)`.
+        `text_field` is the field of the samples' JSON that holds their text (`PrepareTask`). New files go into the
+        group's own folder below `scratch`, which is `scratch_folder_of(group, recipe, scratch)`.
         """
         in_flight: deque[_InFlight] = deque()
         for group in groups:
@@ -102,6 +109,7 @@ class ProbePool:
                 scratch=scratch_folder_of(group, recipe, scratch),
                 caption=group.caption,
                 fields=group.fields,
+                text_field=text_field,
             )
             limit = self._seconds(group) if self._seconds else seconds_for(group, recipe)
             if group.is_remote:

@@ -63,6 +63,13 @@ class Progress:
     skipped: int
 
 
+def no_text_notes(text_field: str | None, has_text: bool) -> tuple[str, ...]:
+    """Return a note if the user named the field with the texts, and no sample has a text. The name may be wrong."""
+    if text_field is None or has_text:
+        return ()
+    return (f"no sample has a text: there is no .txt, and no .json has a text called {text_field!r}",)
+
+
 def skip_error(item: Skipped) -> HeadraceError:
     """Return the error that a skipped input or shard raises with `strict`."""
     error_types: tuple[type[HeadraceError], ...] = (

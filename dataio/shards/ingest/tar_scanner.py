@@ -85,7 +85,8 @@ class TarScanner:
     """Reads one shard in one pass.
 
     With `strict`, the first sample that cannot be used raises its error. With `prefix_keys`, the shard's path is put in
-    front of the keys. `step` receives the bytes that were read.
+    front of the keys. `text_field` is the field of the samples' JSON that holds their text. `step` receives the bytes
+    that were read.
 
     Attributes:
         skipped (list[Skipped]): the samples that cannot be used.
@@ -93,8 +94,10 @@ class TarScanner:
         members (int): the number of members of the samples.
     """
 
-    def __init__(self, shard: SourceShard, *, strict: bool, prefix_keys: bool, step: Step) -> None:
-        self._shard, self._strict, self._step = shard, strict, step
+    def __init__(
+        self, shard: SourceShard, *, strict: bool, prefix_keys: bool, step: Step, text_field: str | None = None
+    ) -> None:
+        self._shard, self._strict, self._step, self._text_field = shard, strict, step, text_field
         self.skipped, self.notes, self.members = list[Skipped](), list[str](), 0
         path = shard.key.partition("/")[2].partition("/")[2] if shard.key.startswith(PREFIX) else shard.key
         self._prefix = path.removesuffix(".tar") + "/" if prefix_keys else ""
@@ -173,7 +176,7 @@ class TarScanner:
                 else:
                     self._accept(raw, _NO_MEDIA)
 
-        for group, answer in pool.describe(groups()):
+        for group, answer in pool.describe(groups(), self._text_field):
             raw = by_group.pop(id(group))
             _discard(raw)
             if isinstance(answer, Failure):

@@ -103,7 +103,7 @@ class _PackRunner(UnitRunner[PackUnit, PackedUnit]):
         groups = (group for unit in ahead for group in unit.groups)
         writer: _ShardWriter | None = None
         with scratch_folder("headrace-pack-") as scratch:
-            prepared = self._pool.prepare(groups, self._settings.recipe, scratch)
+            prepared = self._pool.prepare(groups, self._settings.recipe, scratch, self._settings.text_field)
             for (unit, position), (group, outcome) in zip(owners, prepared, strict=True):
                 if position == 0:
                     writer = _ShardWriter(

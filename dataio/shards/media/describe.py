@@ -9,7 +9,8 @@ Invariants:
 * The loaders' video stream is the largest in the sample's media files. The audio comes from the same file if that has
   any, and otherwise from the first other member that has.
 * Images are probed only if there is no media file. The largest is then the sample's one frame.
-* `<key>.txt` is the text. Without it, the text comes from `<key>.vtt`.
+* `<key>.txt` is the text. Without it, the text comes from a field of `<key>.json` (`text_members.text_of`), and without
+  that from `<key>.vtt`. If the field cannot be a text, a note says so.
 * The fields are the top-level values of `<key>.json` that are floats, 64-bit integers, booleans, null or short strings.
   All other values stay only in the JSON member.
 * Only files with pieces have a head. The head is a hint, and samples do not depend on it.
@@ -53,6 +54,7 @@ from headrace.dataio.shards.media.container import (
 )
 from headrace.dataio.shards.media.messages import (
     TEXT_BYTES,
+    TEXT_FIELD,
     DescribeResult,
     Description,
     Failure,
@@ -69,11 +71,14 @@ _INT64_LIMIT = 1 << 63
 _HASH_BYTES = 1 * limits.MIB
 
 
-def describe(files: MemberFiles) -> DescribeResult:
-    """Read the files of one sample and describe it."""
+def describe(files: MemberFiles, text_field: str | None = None) -> DescribeResult:
+    """Read the files of one sample and describe it.
+
+    `text_field` is the field of the JSON that holds the text. None means `TEXT_FIELD`.
+    """
     path = ""
     file_infos, probes = [], list[Probe]()
-    text, subtitles, fields = None, None, dict[str, Any]()
+    text, json_text, subtitles, fields, text_notes = None, None, None, dict[str, Any](), list[str]()
     extensions = [ext for ext, _ in files]
     unsupported = unsupported_media(extensions)
     if unsupported is not None:
@@ -89,7 +94,10 @@ def describe(files: MemberFiles) -> DescribeResult:
             elif ext == "vtt":
                 subtitles = text_members.words(text_members.read(path)) or None
             elif ext == "json":
-                fields = _fields(path)
+                document = _read_object(path)
+                fields = _promoted(document)
+                if "txt" not in extensions:
+                    json_text, text_notes = _text_in(document, text_field or TEXT_FIELD)
         for ext, path in files if not probes else ():
             if ext in IMAGE_EXTENSIONS:
                 probes.append(Probe("image", 0.0, images.probe(_bytes(path, images.IMAGE_BYTES), ext), None))
@@ -106,12 +114,13 @@ def describe(files: MemberFiles) -> DescribeResult:
         duration=duration,
         video=video,
         audio=audio,
-        text=text if text is not None else subtitles,
+        text=next((one for one in (text, json_text, subtitles) if one is not None), None),
         fields=json.dumps(fields, ensure_ascii=False),
         notes=(
             *(note for p in probes for note in p.notes),
             *(f"its .{ext} file is kept but not read as media" for ext in unused_media(extensions)),
             *_unused_videos(files, probes, video),
+            *text_notes,
         ),
     )
 
@@ -158,17 +167,33 @@ def _text(path: str) -> str:
         raise CorruptionError(f"not UTF-8 text, at offset {error.start}") from error
 
 
-def _fields(path: str) -> dict[str, Any]:
+def _read_object(path: str) -> dict[str, Any]:
     data = _bytes(path, limits.SAMPLE_JSON_BYTES)
     try:
-        parsed = parse_json(data)
-        promoted = {name: v for name, v in parsed.items() if _is_promoted(v)} if isinstance(parsed, dict) else None
+        document = parse_json(data)
+    except ValueError as error:
+        raise CorruptionError(f"not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise UnsupportedError("the JSON of a sample must be an object")
+    return document
+
+
+def _promoted(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the values that become fields of the index."""
+    promoted = {name: value for name, value in document.items() if _is_promoted(value)}
+    try:
         json.dumps(promoted, ensure_ascii=False).encode()
     except ValueError as error:
         raise CorruptionError(f"not JSON: {error}") from error
-    if promoted is None:
-        raise UnsupportedError("the JSON of a sample must be an object")
     return promoted
+
+
+def _text_in(document: dict[str, Any], field: str) -> tuple[str | None, list[str]]:
+    """Return the text in a sample's JSON, if it has one, and the notes about it."""
+    try:
+        return text_members.text_of(document, field), []
+    except UnsupportedError as error:
+        return None, [f"its text is not taken from the .json: {error.message}"]
 
 
 def _is_promoted(value: object) -> bool:

@@ -8,8 +8,8 @@ Invariants:
   code in the packer.
 * A recipe that passes `check_recipe` can be tried on any file.
 
-Failure behaviour: a malformed answer raises `msgspec.MsgspecError`. `check_recipe` raises a `UsageError` that names the
-option.
+Failure behaviour: a malformed answer raises `msgspec.MsgspecError`. `check_recipe` and `check_text_field` raise a
+`UsageError` that names the option.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from headrace.dataio.shards.sample import AudioInfo, Pieces, VideoInfo
 
 TEXT_BYTES = 1 * limits.MIB
 """The most bytes of a sample's text."""
+TEXT_FIELD = "caption"
+"""The field of a sample's JSON that holds its text, if the user names no other."""
 
 
 class FileInfo(msgspec.Struct, frozen=True):
@@ -128,6 +130,7 @@ class PrepareTask(msgspec.Struct, frozen=True, kw_only=True):
     """A request to a worker: make samples from the files of the group `key`, with new files in the folder `scratch`.
 
     `caption` becomes the text of a group without a `.txt`. `fields`, a JSON object, is merged into its `.json`.
+    `text_field` is the field of the JSON that holds the text of a sample without a `.txt`.
     """
 
     key: str
@@ -136,6 +139,7 @@ class PrepareTask(msgspec.Struct, frozen=True, kw_only=True):
     scratch: str = ""
     caption: str | None = None
     fields: str | None = None
+    text_field: str | None = None
 
 
 DescribeResult = Description | Failure
@@ -164,7 +168,18 @@ encode_outcome = msgspec.msgpack.Encoder(enc_hook=enc_hook).encode
 decode_outcome = msgspec.msgpack.Decoder(PrepareResult, dec_hook=dec_hook).decode
 
 
-# --- checking a recipe
+# --- checking the settings of a user
+
+
+def check_text_field(name: str | None) -> str | None:
+    """Check the name of the JSON field with the text, and return it."""
+    if name is not None and not (isinstance(name, str) and name and name.isprintable()):
+        raise UsageError(
+            f"text_field cannot be {name!r:.200}",
+            hint='give the name of a field of the samples\' JSON, such as "title"',
+        )
+    return name
+
 
 CODECS = ("h264",)
 CONTAINERS = ("mp4", "mkv", "webm", "mov")

@@ -115,7 +115,7 @@ def prepare(task: PrepareTask) -> PrepareResult:
         return Failure(at.display_name, CapacityError.code, "converting it takes too much memory")
     clips = []
     for sample in samples:
-        answer = describe.describe(sample.files)
+        answer = describe.describe(sample.files, task.text_field)
         if isinstance(answer, Failure):
             return Failure(spans.get(answer.path, at).display_name, answer.code, answer.reason)
         clips.append(Clip(suffix=sample.suffix, described=answer))

@@ -1,18 +1,21 @@
-"""The text members of a sample: its WebVTT subtitles, and the fields that are added to its JSON.
+"""The text members of a sample: its WebVTT subtitles, the text in its JSON, and the fields that are added to its JSON.
 
 Purpose: `read` and `words` return the text of a subtitle file. `cut` returns the part of it that belongs to a clip.
-`with_fields` adds fields to the JSON member of a new sample.
+`text_of` returns the text in a JSON document. `with_fields` adds fields to the JSON member of a new sample.
 
 Invariants:
 
 * Cues keep the order of the file. Everything else (notes, styles, settings, tags) is left out of the text.
 * A WebVTT file may have at most `TEXT_BYTES`.
+* The text in a JSON document is a string, or the first string of a list of strings that is not empty. White space around
+  it is removed. Null, empty strings and lists without any other string are no text.
 * The new JSON member is the old object with the fields added or replaced. Its form is fixed, so equal input gives equal
   bytes.
 
 Failure behaviour: a WebVTT file without the line `WEBVTT` at its beginning, or with an invalid time, raises
 `CorruptionError`. A file that is too large raises `UnsupportedError`. A JSON member that cannot be parsed raises
-`CorruptionError`. A JSON member that is not an object raises `UnsupportedError`.
+`CorruptionError`. A JSON member that is not an object raises `UnsupportedError`. A text of another type, or of more than
+`TEXT_BYTES`, raises `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -109,6 +112,27 @@ def _clock(milliseconds: int) -> str:
 
 
 # --- JSON
+
+
+def text_of(document: Mapping[str, object], field: str) -> str | None:
+    """Return the text that a JSON document has under `field`, or None if it has none."""
+    value = document.get(field)
+    texts = value if isinstance(value, list) else [] if value is None else [value]
+    strings = [text for text in texts if isinstance(text, str)]
+    if len(strings) != len(texts):
+        kinds = {list: "a list with other values than strings", bool: "true or false", dict: "an object"}
+        raise UnsupportedError(f"{field!r} is {kinds.get(type(value), 'a number')}")
+    text = next((stripped for one in strings if (stripped := one.strip())), None)
+    if text is not None and len(_encoded(text)) > TEXT_BYTES:
+        raise UnsupportedError(f"{field!r} is larger than {limits.format_bytes(TEXT_BYTES)}")
+    return text
+
+
+def _encoded(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half of a character
+        raise CorruptionError(f"not JSON: {error}") from error
 
 
 def with_fields(path: str | None, fields: Mapping[str, object], folder: str, name: str = "manifest") -> str:

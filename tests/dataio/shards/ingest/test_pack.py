@@ -178,11 +178,11 @@ import time
 from headrace.dataio.shards.media import describe
 from headrace.dataio.shards.workers import worker
 real = describe.describe
-def faulty_describe(files):
+def faulty_describe(files, text_field):
     if any("2.mp4" in path for _, path in files):
         open({str(log)!r}, "w").close()
         time.sleep(600)
-    return real(files)
+    return real(files, text_field)
 describe.describe = faulty_describe
 worker.serve_probes()
 """

@@ -24,7 +24,7 @@ import os, signal, sys, time
 from headrace.dataio.shards.media import describe
 from headrace.dataio.shards.workers import worker
 real = describe.describe
-def faulty_describe(files):
+def faulty_describe(files, text_field):
     name = os.path.basename(files[0][1])
     with open(os.environ["STUB_LOG"], "a") as log:
         log.write(f"{os.getpid()} {name}\\n")
@@ -36,7 +36,7 @@ def faulty_describe(files):
         os._exit(3)
     if name.startswith("noise"):
         os.write(1, b"noise on standard output")
-    return real(files)
+    return real(files, text_field)
 describe.describe = faulty_describe
 worker.serve_probes()
 """

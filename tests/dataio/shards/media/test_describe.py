@@ -57,6 +57,14 @@ def described(*paths: Path) -> Description:
     return answer
 
 
+def captioned(clip: Path, caption: object, text_field: str | None = None) -> Description:
+    """The clip, described with a JSON file that has this caption."""
+    document = json.dumps({"caption": caption, "label": 1}, ensure_ascii=False).encode()
+    answer = describe(request(clip, sibling(clip, "json", document)), text_field)
+    assert isinstance(answer, Description), answer
+    return answer
+
+
 def failed(*paths: Path) -> Failure:
     answer = describe(request(*paths))
     assert isinstance(answer, Failure), answer
@@ -88,6 +96,83 @@ def test_text_and_the_flat_fields_of_the_json_are_taken(clip: Path) -> None:
     )
     assert found.text == "a cat"
     assert json.loads(found.fields) == {"label": "räder", "n": 3, "score": 0.5, "ok": True, "none": None}
+
+
+@pytest.mark.parametrize(
+    ("caption", "text"),
+    [
+        (" ein Rad \n", "ein Rad"),
+        (["first", "second"], "first"),
+        (["", " \t", " third"], "third"),
+        ("x" * TEXT_BYTES, "x" * TEXT_BYTES),
+        (["x", "y" * (TEXT_BYTES + 1)], "x"),
+        (None, None),
+        ("", None),
+        ("  ", None),
+        ([], None),
+        (["", " "], None),
+    ],
+)
+def test_the_caption_of_the_json_is_the_text(clip: Path, caption: object, text: str | None) -> None:
+    found = captioned(clip, caption)
+    assert (found.text, found.notes) == (text, ())
+    assert json.loads(found.fields)["label"] == 1
+
+
+@pytest.mark.parametrize(
+    ("caption", "problem"),
+    [
+        (3, "is a number"),
+        (0.5, "is a number"),
+        (False, "is true or false"),
+        ({"en": "a"}, "is an object"),
+        (["a", 1], "is a list with other values than strings"),
+        ([["a"]], "is a list with other values than strings"),
+        (["a", None], "is a list with other values than strings"),
+        ("é" * (TEXT_BYTES // 2) + "x", "is larger than 1.0 MiB"),
+        (["é" * TEXT_BYTES, "a"], "is larger than 1.0 MiB"),
+    ],
+)
+def test_a_caption_of_another_kind_is_no_text_and_is_remarked(clip: Path, caption: object, problem: str) -> None:
+    found = captioned(clip, caption)
+    assert (found.text, found.notes) == (None, (f"its text is not taken from the .json: 'caption' {problem}",))
+    sibling(clip, "vtt", b"WEBVTT\n\n00:00.000 --> 00:01.000\nwords\n")
+    with_words = described(clip, clip.with_suffix(".json"), clip.with_suffix(".vtt"))
+    assert (with_words.text, with_words.notes) == ("words", found.notes)
+
+
+@pytest.mark.parametrize("caption", ["\\ud800", "a" * (PROMOTED_STRING + 1) + "\\udfff"])
+@pytest.mark.parametrize("form", ['{"caption": "%s"}', '{"caption": ["", "%s"]}'])
+def test_a_caption_that_is_not_unicode_text_refuses_the_sample(clip: Path, caption: str, form: str) -> None:
+    answer = failed(clip, sibling(clip, "json", (form % caption).encode()))
+    assert answer.path.endswith(".json")
+    assert "not JSON" in answer.reason
+
+
+def test_the_text_is_the_txt_or_else_the_json_s_or_else_the_subtitles(clip: Path) -> None:
+    document = {"caption": "json's", "title": "title's", "text": "another"}
+    files = [
+        clip,
+        sibling(clip, "json", json.dumps(document).encode()),
+        sibling(clip, "vtt", b"WEBVTT\n\n00:00.000 --> 00:01.000\nwords\n"),
+    ]
+
+    def text(files: list[Path], text_field: str | None = None) -> str | None:
+        answer = describe(request(*files), text_field)
+        assert isinstance(answer, Description), answer
+        assert answer.notes == ()
+        return answer.text
+
+    assert text(files) == "json's"
+    assert text(files, "title") == "title's"
+    assert text(files, "missing") == "words"
+    assert text(files[:2], "missing") is None
+    txt = sibling(clip, "txt", b"txt's")
+    assert text([*files, txt]) == text([*files, txt], "title") == "txt's"
+    files[1].write_text('{"caption": 3}')  # no remark: nothing asks for it
+    assert text([*files, txt]) == "txt's"
+    txt.write_text("")
+    assert text([*files, txt]) == ""
 
 
 def test_sound_comes_from_the_video_itself_or_else_from_beside_it(clip: Path, make_wav: MakeWav, media: Path) -> None:
