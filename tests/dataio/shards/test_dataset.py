@@ -277,7 +277,7 @@ def test_a_document_above_the_limit_is_not_written() -> None:
 )
 def test_storage_options_with_an_open_store_are_an_error(posix: Store, call: Callable[..., object]) -> None:
     write(posix)
-    with pytest.raises(UsageError, match="storage_options apply to a URL"):
+    with pytest.raises(UsageError, match="storage_options go with a URL"):
         call(posix, storage_options={"endpoint_url": "http://127.0.0.1:1"})
 
 
