@@ -58,7 +58,7 @@ def test_of_films_little_more_comes_than_is_read(budget: int) -> None:
 
 def test_in_many_epochs_no_more_than_twice_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = [fetched for fetched, _ in sent(4096 * MIB)]
-    monkeypatch.setattr(ScatteredReads, "takes", lambda *_: False)
+    monkeypatch.setattr(ScatteredReads, "skips_blocks", lambda *_: False)
     blocks = list(sent(4096 * MIB))
     more = [number for number in range(EPOCHS) if sum(alone[:number]) > sum(fetched for fetched, _ in blocks[:number])]
     print(
