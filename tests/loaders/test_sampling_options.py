@@ -359,7 +359,7 @@ def test_what_does_not_go_together_is_refused(make: Make, mixture: Mixture, data
         ("leave batch_size out", lambda: make(dataset, 4, buckets=SHAPES, size=None)),
         ("leave size out", lambda: make(dataset, None, buckets=SHAPES)),
         ("start='every'", lambda: make(dataset, None, buckets=SHAPES, size=None, clip=Clip(2, start="every"))),
-        ("not with a mixture", lambda: make(mixture, version=1)),
+        ("cannot be used with a mixture", lambda: make(mixture, version=1)),
         ("needs sources", lambda: Mixture({})),
         ("cannot be the name", lambda: Mixture({"": dataset})),
         ("'b'", lambda: Mixture({"a": dataset}, weights={"b": 1})),
