@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from headrace.dataio.core.cli import command, json_option, positive_int, print_json, trust_mounts, version, where
 from headrace.dataio.core.errors import UsageError
+from headrace.loaders.sampling.buckets import MAX_BUCKETS
 from headrace.loaders.sampling.schedule import Population
 
 if TYPE_CHECKING:
@@ -94,6 +96,19 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument(
         "--frames", metavar="N", type=positive_int, default=16, help="frames of a clip (default: %(default)s)"
     )
+    shapes.add_argument(
+        "--suggest-buckets",
+        metavar="N",
+        type=positive_int,
+        help="suggest up to N shapes for the videos and images, and print the share and the cropped pixels of each",
+    )
+    shapes.add_argument(
+        "--size",
+        metavar="HxW",
+        type=_shape,
+        default=(256, 256),
+        help="with --suggest-buckets: the area of each shape (default: 256x256)",
+    )
     json_option()(parser)
 
 
@@ -106,6 +121,8 @@ def order(args: argparse.Namespace) -> int:
     """Run `headrace order DATASET...`."""
     if len(args.datasets) == 1 and (args.weights is not None or args.temperature != 1.0):
         raise UsageError("--weights and --temperature need several datasets", hint="name the datasets of the mixture")
+    if args.suggest_buckets is not None:
+        return _suggest_buckets(args)
     from headrace.dataio.shards.dataset import Dataset
 
     qualities: list[Quality] = []
@@ -131,6 +148,32 @@ def order(args: argparse.Namespace) -> int:
         _print_mix(mixed)
     if buckets is not None and shaped is not None:
         _print_buckets(buckets, shaped)
+    return 0
+
+
+def _suggest_buckets(args: argparse.Namespace) -> int:
+    """Run `headrace order DATASET... --suggest-buckets N`."""
+    from headrace.dataio.shards.dataset import Dataset
+    from headrace.loaders.sampling.suggested_buckets import shapes_of, suggest
+
+    if args.suggest_buckets > MAX_BUCKETS or len(args.size) != 2:
+        raise UsageError(f"--suggest-buckets takes at most {MAX_BUCKETS}, and --size a height and a width")
+    shapes = Counter[tuple[int, int]]()
+    for url in args.datasets:
+        with Dataset.open_lazy(url, args.version, trust_mounts=args.trust_mounts) as dataset:
+            shapes += shapes_of(dataset if args.where is None else dataset.where(args.where))
+    suggested = suggest(shapes, args.suggest_buckets, args.size)
+    waste = sum(bucket.share * bucket.waste for bucket in suggested)
+    budget = args.budget or args.batch * args.frames * args.size[0] * args.size[1]
+    if args.json:
+        print_json({"buckets": [dataclasses.asdict(one) for one in suggested], "waste": waste, "budget": budget})
+        return 0
+    print(f"{sum(shapes.values())} samples, {len(shapes)} shapes; {waste:.1%} of the pixels are cropped\n")
+    print(f"{'bucket':>12}{'share':>9}{'cropped':>9}{'enlarged':>10}")
+    for one in suggested:
+        print(f"{'x'.join(map(str, one.size)):>12}{one.share:>9.1%}{one.waste:>9.1%}{one.enlarged:>10.1%}")
+    shown = ", ".join(f"Bucket({one.size})" for one in suggested)
+    print(f"\nBuckets(({shown},), budget={budget})")
     return 0
 
 
