@@ -87,8 +87,8 @@ def _binned(logs: F64, counts: F64) -> tuple[F64, F64]:
     span = float(logs.max() - logs.min())
     width = max(1e-6, span / (MAX_RATIOS - 1))
     number = np.rint((logs - logs.min()) / width).astype(np.int64)
-    weights = np.bincount(number, counts)
-    sums = np.bincount(number, counts * logs)
+    weights: F64 = np.bincount(number, counts).astype(np.float64)
+    sums: F64 = np.bincount(number, counts * logs).astype(np.float64)
     used = weights > 0
     return sums[used] / weights[used], weights[used]
 
@@ -104,7 +104,8 @@ def _centres(points: F64, weights: F64, groups: int) -> F64:
     def cost(start: npt.NDArray[np.int64], end: int) -> F64:
         """The squared distances of the points from `start` to `end` to their mean."""
         mass, moment = total[end] - total[start], first[end] - first[start]
-        return np.maximum(second[end] - second[start] - moment**2 / mass, 0.0)
+        distances: F64 = np.maximum(second[end] - second[start] - moment**2 / mass, 0.0)
+        return distances
 
     best = np.full((groups + 1, count + 1), np.inf)
     best[0, 0] = 0.0
