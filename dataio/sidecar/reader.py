@@ -362,7 +362,7 @@ class SidecarReader:
         if not self._use(connected):
             connected.close()
             return None
-        if self._missed:
+        if self._missed or previous is not None:  # the daemon may have restarted between two attempts
             warn_once(
                 _log, f"the sidecar on {paths.chosen(self._sidecar)} answers again: shards are read through it", "node"
             )
