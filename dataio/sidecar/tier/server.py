@@ -228,7 +228,8 @@ class BuddyServer:
             self._admitted.add(peer)
 
     def _refuse(self, reason: str, address: str, error: Exception) -> None:
-        self.counts[reason] += 1
+        with self._lock:
+            self.counts[reason] += 1
         if not self._closed:
             text = str(getattr(error, "reason", None) or error)
             _log.log(
