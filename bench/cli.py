@@ -25,6 +25,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "workloads.latents:latents",
         "latents, embeddings and captions, compared with other loaders and preadv",
     ),
+    "media": (
+        "workloads.media:media",
+        "images and videos in one order, raw planes and files in place, each compared with the plain case",
+    ),
     "resume": ("workloads.resume:resume", "resuming in the middle of an epoch, compared with other loaders"),
     "checkpoint": (
         "workloads.checkpoint:checkpoint",
