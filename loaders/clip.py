@@ -8,7 +8,8 @@ Invariants:
   variable frame rate.
 - With `fps`, a clip is the frames that a viewer sees at the times t, t + 1/fps, …: at each time, the last frame whose
   presentation has begun. This is exact for a variable frame rate, and for streams that do not begin at zero.
-- If a video is shorter than the clip, the clip begins with the video and repeats its last frame.
+- If a video is shorter than the clip, the clip begins with the video and repeats its last frame. This is also true for a
+  window of a longer file.
 
 Failure behaviour: `UsageError` for an impossible `Clip`; `CorruptionError` for a video without frames or key frames.
 """
@@ -173,6 +174,9 @@ def _by_time(info: VideoInfo, clip: Clip, step: Fraction, first: int) -> Wanted:
     """Times advance by exact fractions of a second. Rounding them down to the time base changes no frame."""
     first += info.start_pts
     instants = tuple(first + int(number * step) for number in range(clip.frames))
+    if info.is_window:  # its file goes on
+        end = info.start_pts + max(1, info.duration_pts) - 1
+        instants = tuple([min(instant, end) for instant in instants])
     return Wanted("pts", instants, _key_before(info, "pts", first))
 
 

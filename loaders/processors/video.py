@@ -296,7 +296,7 @@ class ClipProcessor:
                 f"{len(decoded.frames)} frames were decoded, {len(request.wanted.values)} were requested"
             )
         start = decoded.pts[0] * request.info.time_base
-        values: dict[str, float] = {"clip": float(start)}
+        values: dict[str, float] = {"clip": float(request.info.seconds(decoded.pts[0]))}
         if request.planes:
             if decoded.color is None:
                 return UnsupportedError("the decoder does not make planes", hint='use decoder="pyav"')

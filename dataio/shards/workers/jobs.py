@@ -43,6 +43,7 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
     frames: int = 0
     audio_stream: int | None = None
     samples: int = 0
+    part: tuple[int, int] | None = None
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag="decoded"):
@@ -138,11 +139,12 @@ def ask(pool: WorkerPool, job: Job, seconds: float) -> Answer:
 
 def decode_sample(store: Store, sample: Sample, pool: WorkerPool) -> tuple[str, ...]:
     """Decode the sample's media to the end, and return the faults."""
-    video, audio = sample.video, sample.audio
+    audio = sample.audio
     faults = list[str]()
-    for ext in sorted({stream.ext for stream in (video, audio) if stream is not None}):
-        v = video if video is not None and video.ext == ext else None
-        a = audio if audio is not None and audio.ext == ext else None
+    for ext in sorted({stream.ext for stream in (sample.video, audio, *sample.videos) if stream is not None}):
+        v = sample.video_of(ext)
+        is_part = v is not None and v.is_window
+        a = audio if audio is not None and audio.ext == ext and not is_part else None
         with local_copy(store, sample, ext) as path:
             job = DecodeJob(
                 path=path,
@@ -150,6 +152,7 @@ def decode_sample(store: Store, sample: Sample, pool: WorkerPool) -> tuple[str, 
                 frames=0 if v is None else v.frames,
                 audio_stream=None if a is None else a.stream,
                 samples=0 if a is None else a.samples,
+                part=(v.start_pts, v.start_pts + v.duration_pts) if v is not None and is_part else None,
             )
             answer = ask(pool, job, seconds_for(sample))
         assert isinstance(answer, Decoded)
