@@ -58,9 +58,9 @@ from headrace.dataio.store.base import (
 )
 from headrace.dataio.store.url_policy import JOINED_URL, scheme_of
 
-NAME = "joined"
+JOINED = "joined"
 """The name of the mount that `Mounts` reserves for joined shards."""
-SHARD_PREFIX = f"mounts/{NAME}/"
+SHARD_PREFIX = f"mounts/{JOINED}/"
 LIST_FOLDER, FILES_FOLDER = "joined/", "files/"
 FORMAT = 1
 LIST_OBJECTS = 1024
@@ -70,6 +70,8 @@ LIST_CACHE_BYTES = 64 * limits.MIB
 PARALLEL = 16
 _OBJECT_BYTES = 1 << 50
 _SHARD = re.compile(r"[0-9]{8,12}-[0-9a-f]{32}")
+_CLOCK_TOLERANCE = 0.002
+"""The seconds by which two stated times of an object may differ. A listing may give fewer digits than a request."""
 _DECODED_COST = 3  # a decoded list takes up to three times the memory of its JSON
 
 
@@ -119,12 +121,11 @@ class JoinedObjects(Store):
     """The joined shards of a dataset, by the last part of their keys.
 
     Args:
-        base: The dataset's own store, which holds the lists.
-        route: Finds the store of an object that a list names.
+        route: Finds the store of a list, and of an object that a list names.
     """
 
-    def __init__(self, base: Store, route: Route) -> None:
-        self._base, self._route = base, route
+    def __init__(self, route: Route) -> None:
+        self._route = route
         self._lists = OrderedDict[str, tuple[int, JoinedList]]()
         self._cached_bytes, self._lock = 0, threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
@@ -141,8 +142,9 @@ class JoinedObjects(Store):
                 return self._lists[shard][1]
         if not _SHARD.fullmatch(shard):
             raise NotFoundError(f"{SHARD_PREFIX}{shard}: this is not the name of a joined shard")
-        data = self._base.get(f"{LIST_FOLDER}{shard}.json", max_bytes=LIST_BYTES)
-        decoded = decode_list(data, shard, f"{self._base.location.url.rstrip('/')}/{LIST_FOLDER}{shard}.json")
+        store, key = self._route(f"{LIST_FOLDER}{shard}.json")
+        data = store.get(key, max_bytes=LIST_BYTES)
+        decoded = decode_list(data, shard, f"{store.location.url.rstrip('/')}/{key}")
         self._require_mounts(decoded, shard)
         self._keep(shard, len(data) * _DECODED_COST, decoded)
         return decoded
@@ -196,7 +198,8 @@ class JoinedObjects(Store):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List the shards. This reads their lists, because only these hold the sizes."""
-        for info in self._base.list(LIST_FOLDER + prefix):
+        store, _ = self._route(f"{LIST_FOLDER}list.json")
+        for info in store.list(LIST_FOLDER + prefix):
             shard = info.key[len(LIST_FOLDER) :].removesuffix(".json")
             if _SHARD.fullmatch(shard):
                 yield ObjectInfo(shard, self.objects(shard).size, info.modified)
@@ -240,7 +243,7 @@ class JoinedObjects(Store):
             return f"it cannot be compared: {error.message}"
         if info.size != found.size:
             return f"it has {info.size} bytes, and had {found.size} when it was indexed"
-        if found.modified is not None and info.modified != found.modified:
+        if found.modified is not None and abs(info.modified - found.modified) > _CLOCK_TOLERANCE:
             return (
                 f"it was modified at {_as_time(info.modified)}, and at {_as_time(found.modified)} when it was indexed"
             )

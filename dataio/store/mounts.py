@@ -31,8 +31,7 @@ from headrace.dataio.store.base import (
     check_key,
     is_after,
 )
-from headrace.dataio.store.joined import NAME as JOINED
-from headrace.dataio.store.joined import JoinedObjects
+from headrace.dataio.store.joined import JOINED, JoinedObjects
 from headrace.dataio.store.url_policy import JOINED_URL, scheme_of
 from headrace.dataio.store.wrappers import Wrapper
 
@@ -64,7 +63,7 @@ class Mounts(Store):
         if len(mounted) > MAX_MOUNTS or isinstance(base, Mounts):
             raise UsageError(f"one level of at most {MAX_MOUNTS} stores can be mounted, not {len(mounted)}")
         self.base, self._owns_base, self._borrowed = base, owns_base, frozenset(borrowed) - {JOINED}
-        self.joined = JoinedObjects(base, self.route) if joined or JOINED in mounted else None
+        self.joined = JoinedObjects(self.route) if joined or JOINED in mounted else None
         self.mounted = {name: store for name, store in mounted.items() if name != JOINED}
         if self.joined is not None:
             self.mounted[JOINED] = self.joined

@@ -49,7 +49,8 @@ import msgspec
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.versions.documents import Mount, VersionDocument
 from headrace.dataio.store.base import Location, Store
-from headrace.dataio.store.mounts import JOINED, OPTION, Mounts, check_mount
+from headrace.dataio.store.joined import JOINED
+from headrace.dataio.store.mounts import OPTION, Mounts, check_mount
 from headrace.dataio.store.open import folder_of, open_store
 from headrace.dataio.store.s3_config import parse
 from headrace.dataio.store.url_policy import JOINED_URL, allowed_options, mountable, scheme_of

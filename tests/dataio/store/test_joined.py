@@ -380,7 +380,7 @@ def test_ranges_of_one_object_are_one_call_and_remote_objects_are_read_at_the_sa
         objects = [JoinedObject(key=f"mounts/m1/{name}", size=10) for name in "abc"]
         shard, _ = write_list(store, 0, objects)
         buffers = [bytearray(5), bytearray(14), bytearray(2)]
-        store.get_ranges_into(shard, list(zip([0, 8, 28], map(memoryview, buffers), strict=True)))
+        store.get_ranges_into(shard, [(at, memoryview(b)) for at, b in zip([0, 8, 28], buffers, strict=True)])
     assert [bytes(b) for b in buffers] == [b"aaaaa", b"aabbbbbbbbbbcc", b"cc"]
     assert sorted(calls) == [("a", 2), ("b", 1), ("c", 2)]
 
