@@ -8,7 +8,8 @@ Invariants:
 * Episodes come in the order of their numbers. Each number occurs once.
 * Memory is bounded by one page of `_PAGE` episodes, whatever the number of episodes. The files are copied to disk
   first, one at a time, because their row groups are small, and their statistics are most of them.
-* Rows and windows of two episodes do not overlap. Indexes are integers, times are finite.
+* Rows and windows of neighbouring episodes do not overlap, and no two cameras of an episode have one file. Indexes are
+  integers, times are finite.
 * Every key is below the data set (`lerobot.PathTemplate`).
 
 Failure behaviour: a list that cannot be read, or that breaks an invariant, raises `CorruptionError`, which names the
@@ -241,6 +242,8 @@ def _in_order(listed: Iterable[tuple[str, Episode, int]], info: LeRobotInfo) -> 
             raise CorruptionError(
                 f"{where}: its rows begin at {first}, and the last episode ends at {last_row}", hint=_HINT
             )
+        if len({w.key for w in episode.windows}) < len(episode.windows):
+            raise CorruptionError(f"{where}: two of its cameras have the same file", hint=_HINT)
         last_index, last_row = episode.index, first + episode.length
         ends = {w.key: _end_of(w, ends.get(w.key, 0.0), where, info) for w in episode.windows}
         yield episode

@@ -64,8 +64,10 @@ class EpisodeRows:
             self._file = self._undo.enter_context(pq.ParquetFile(path, pre_buffer=False))
             schema = self._file.schema_arrow
         self._columns = [field.name for field in schema if _leaf(field.type) is not None]
-        if EPISODE not in self._columns or len(set(schema.names)) < len(schema.names):
-            raise CorruptionError(f"{name}: there is no column {EPISODE!r}, or two columns have the same name")
+        if len(set(schema.names)) < len(schema.names):
+            raise CorruptionError(f"{name}: two columns have the same name")
+        if EPISODE not in schema.names or not pa.types.is_integer(schema.field(EPISODE).type):
+            raise CorruptionError(f"{name}: there is no column {EPISODE!r} of integers")
         self._batches = self._read_batches()
         self._batch: Any = None
         self._wanted = -1
