@@ -117,7 +117,9 @@ def _encode(path: Path, what: LeRobotSet, name: str, episode: int) -> Path:
     codec, offset = what.codecs[name], 40 * list(what.codecs).index(name)
     noise = np.random.default_rng([episode, offset])
     with av.open(str(path), "w") as output:
-        stream: Any = output.add_stream(codec, rate=what.fps, options=_OPTIONS.get(codec, {}))
+        stream: Any = output.add_stream(
+            codec, rate=what.fps, options=_OPTIONS.get(codec, {}) | ({"crf": "8"} if what.noise else {})
+        )
         stream.width, stream.height, stream.pix_fmt = BITS * SIDE, what.height, "yuv420p"
         stream.codec_context.thread_count = 1
         for frame in range(what.lengths[episode]):
@@ -136,14 +138,16 @@ def _concatenate(parts: Sequence[Path], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     listing = path.with_suffix(".ffconcat")
     listing.write_text("ffconcat version 1.0\n" + "".join(f"file '{part}'\n" for part in parts))
-    with av.open(str(listing), format="concat", options={"safe": "0"}) as source:
-        with av.open(str(path), "w", options={"movflags": "faststart"}) as output:
-            stream = output.add_stream_from_template(source.streams.video[0], opaque=True)
-            stream.time_base = source.streams.video[0].time_base
-            for packet in source.demux(source.streams.video[0]):
-                if packet.dts is not None:
-                    packet.stream = stream
-                    output.mux(packet)
+    with (
+        av.open(str(listing), "r", format="concat", options={"safe": "0"}) as source,
+        av.open(str(path), "w", options={"movflags": "faststart"}) as output,
+    ):
+        stream = output.add_stream_from_template(source.streams.video[0], opaque=True)
+        stream.time_base = source.streams.video[0].time_base
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = stream
+                output.mux(packet)
     for used in (listing, *parts):
         used.unlink()
 

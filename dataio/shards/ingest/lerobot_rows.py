@@ -91,11 +91,11 @@ class EpisodeRows:
                 count, size = count + piece.num_rows, size + piece.nbytes
                 if count > length or size > ROWS_BYTES:
                     break
+            if size > ROWS_BYTES:
+                raise UnsupportedError(f"its rows take more than {limits.format_bytes(ROWS_BYTES)}")
             if count != length:
                 found = f"more than {length}" if count > length else str(count)
                 raise CorruptionError(f"{self._name} has {found} rows of it, and its length is {length}")
-            if size > ROWS_BYTES:
-                raise UnsupportedError(f"its rows take more than {limits.format_bytes(ROWS_BYTES)}")
             table = pa.Table.from_batches(pieces)
             arrays = {name: _array(table[name].combine_chunks(), name) for name in self._columns}
         _check_times(arrays.get(TIME))
