@@ -29,9 +29,9 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.files import scratch_folder
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.lerobot_episodes import Window
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
-from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.ingest.stored_copies import copy_object
 from headrace.dataio.shards.media.messages import DescribeResult, Failure
 from headrace.dataio.shards.media.windows import window

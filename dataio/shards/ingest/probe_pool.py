@@ -28,8 +28,8 @@ import msgspec
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError
 from headrace.dataio.core.programs import run_module
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.source_stores import SourceStores, is_url
-from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import (
     DescribeResult,
     Failure,

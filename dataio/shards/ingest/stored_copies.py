@@ -46,8 +46,11 @@ def copy_object(store: Store, info: ObjectInfo, path: Path) -> Hasher:
 
 
 def check_unchanged(store: Store, info: ObjectInfo) -> None:
-    """Raise `TransientError` if the object's size or time is not that of `info`."""
+    """Raise `TransientError` if the object's size or time is not that of `info`.
+
+    Times may differ by a second, because the listing of a bucket gives more digits than a request.
+    """
     current = store.stat(info.key)
-    if (current.size, current.modified) != (info.size, info.modified):
+    if current.size != info.size or abs(current.modified - info.modified) > 1.0:
         url = f"{store.location.url.rstrip('/')}/{info.key}"
         raise TransientError(f"{url} changed while it was read", hint="try again when nothing writes to it")

@@ -29,9 +29,9 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError, Unsuppor
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.report import Skipped, skip_error
-from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, is_named_video, unsupported_media, unused_media
 from headrace.dataio.shards.media.messages import Description, Failure
 from headrace.dataio.shards.pieces import Hasher, piece_size
