@@ -146,8 +146,9 @@ def open_media(
     """Open the container of `data`, which must be complete and of a kind that cannot name other files.
 
     libav's errors become Headrace errors. With `trusting`, the container's description of its streams is used
-    unchanged, and `ext`, the format of the file, selects the demuxer. Otherwise libav decodes the first frames to probe the streams, and tries
-    every demuxer. `info` is the video whose size limits the frames. `extra_options` are further options for libav.
+    unchanged, and `ext`, the format of the file, selects the demuxer. Otherwise libav decodes the first frames to probe
+    the streams, and tries every demuxer. `info` is the video whose size limits the frames. `extra_options` are further
+    options for libav.
     """
     file = ViewFile(data)
     check_complete(cast(BinaryIO, file), len(data))

@@ -90,14 +90,21 @@ def ranges(member: Member, pieces: Runs) -> list[tuple[int, int]]:
 
 def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, with_audio: bool) -> bool:
     """Whether clips, with their audio if `with_audio`, are read without the rest of their file."""
+    return reads_part_of_frames(member, video, frames_of(clip, video), with_audio=with_audio)
+
+
+def frames_of(clip: Clip, video: VideoInfo) -> int:
+    """The number of frames of the video from the beginning of a clip to its end."""
+    return clip.frames * clip.stride if clip.rate is None else int(clip.frames / clip.rate * video.fps)
+
+
+def reads_part_of_frames(member: Member, video: VideoInfo, frames: int, *, with_audio: bool) -> bool:
+    """Whether clips that span this many frames are read without the rest of their file."""
     is_indexed = (
         video.codec in _FROM_KEY_FRAMES and video.format not in _WITHOUT_TIMESTAMPS and video.key_frames[-1].at >= 0
     )
     if not is_indexed or member.length <= 0:
         return False
-    frames = clip.frames * clip.stride
-    if clip.rate is not None:
-        frames = int(clip.frames / clip.rate * video.fps)
     if with_audio:
         frames += int(2 * _AUDIO_MARGIN * video.fps)
     group = video.frames // len(video.key_frames)

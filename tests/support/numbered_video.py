@@ -70,7 +70,7 @@ def make(
 
 def with_positions(data: bytes, video: VideoInfo) -> Iterator[KeyFrame]:
     """The key frames with the positions of their packets, which the index has only for long files."""
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         packets = [packet for packet in container.demux(container.streams[video.stream]) if packet.size]
         places = {packet.pts: packet.pos for packet in packets if packet.is_keyframe}
     for key in video.key_frames:

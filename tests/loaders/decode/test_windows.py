@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import av
@@ -54,7 +56,7 @@ def parts(video: VideoInfo) -> list[VideoInfo]:
     count = len(video.key_frames)
     assert count >= 6
     bounds = [0, 1, 3, count - 2, count - 1, count]
-    return [window(video, first, end) for first, end in zip(bounds, bounds[1:], strict=False)]
+    return [window(video, first, end) for first, end in pairwise(bounds)]
 
 
 def decoded(data: bytes, info: VideoInfo, wanted: Any) -> tuple[Any, tuple[int, ...]]:
@@ -90,7 +92,7 @@ def test_clips_of_a_window_are_those_of_the_whole_file(
             if wanted.by == "index":
                 expected = [first + value for value in wanted.values]
             else:
-                expected = [max(np.searchsorted(stamps, value, side="right") - 1, 0) for value in wanted.values]
+                expected = [max(bisect_right(stamps, value) - 1, 0) for value in wanted.values]
             assert all(first <= number < first + one.frames for number in expected)
             assert pts == tuple(stamps[number] for number in expected)
             assert np.array_equal(frames, everything[expected])
@@ -159,6 +161,6 @@ def test_the_clock_is_exact() -> None:
 
 def test_the_patterns_tell_their_number() -> None:
     data = numbered_video.make(3, codec="mjpeg", container="matroska")
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         numbers = [numbered_video.number_in(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
     assert numbers == [0, 1, 2]
