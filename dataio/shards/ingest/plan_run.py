@@ -117,10 +117,20 @@ class InputReporter:
             self._progress(Progress(self._groups, total, self._bytes, self._total, self._skips))
 
 
-def check_new_keys(store: Store, base: versions.VersionDocument, keys: set[str], trust_mounts: bool) -> None:
+def check_new_keys(
+    store: Store,
+    base: versions.VersionDocument,
+    keys: set[str],
+    trust_mounts: bool,
+    named_mounts: Sequence[versions.Mount] = (),
+) -> None:
     """Raise `ConflictError` if version `base` has one of `keys`."""
-    mounted, _ = with_mounts(store, base, False, {}, trust_mounts)
-    *_, missing = views.rows_with_keys(OpenIndex(mounted, base), keys)
+    mounted, owned = with_mounts(store, base, False, {}, trust_mounts, named_mounts)
+    try:
+        *_, missing = views.rows_with_keys(OpenIndex(mounted, base), keys)
+    finally:
+        if owned and mounted is not store:
+            mounted.close()
     existing = sorted(keys.difference(missing))
     if existing:
         more = f" and {len(existing) - 1} more of these keys" if len(existing) > 1 else ""
