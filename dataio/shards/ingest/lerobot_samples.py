@@ -61,15 +61,16 @@ _log = get_logger(__name__)
 class EpisodeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What applies to every episode.
 
-    `prefix` is put in front of the files' keys to get those of the dataset's store with its mounts. `text_field` is the
-    field of the JSON that is the text.
+    `prefix` is put in front of the files' keys to get those of the dataset's store with its mounts. `first` is the number
+    of the first joined shard. `text_field` is the field of the JSON that is the text.
     """
 
     cameras: tuple[Camera, ...]
     fps: float
     robot: str | None
     prefix: str
-    strict: bool
+    first: int = 0
+    strict: bool = False
     text_field: str = "caption"
 
 
@@ -117,7 +118,7 @@ class EpisodeIndexer:
             return IndexedEpisodes("", 0, [], skipped, notes)
         needed = {w.key for found in usable for w in found.episode.windows}
         shard = _Shard([one for one in unit.videos if one.key in needed], usable, self._settings.prefix)
-        key, size = shard.write(self._target, unit.number)
+        key, size = shard.write(self._target, self._settings.first + unit.number)
         return IndexedEpisodes(key, size, list(self._samples(usable, shard, key, videos)), skipped, notes)
 
     def _usable(
