@@ -202,7 +202,15 @@ def _write_episodes(root: Path, what: LeRobotSet, windows: Mapping[str, list[tup
         for at in range(0, len(rows), 2):
             writer.write_table(pa.Table.from_pylist(rows[at : at + 2]))
     tasks = pa.table({"task_index": pa.array(range(len(TASKS))), "__index_level_0__": pa.array(TASKS)})
-    pq.write_table(tasks, root / "meta/tasks.parquet")
+    columns = [_pandas("task_index", "task_index", "int64"), _pandas(None, "__index_level_0__", "object")]
+    index = {"index_columns": ["__index_level_0__"], "column_indexes": [], "columns": columns}
+    pq.write_table(tasks.replace_schema_metadata({"pandas": json.dumps(index)}), root / "meta/tasks.parquet")
+
+
+def _pandas(name: str | None, field_name: str, kind: str) -> dict[str, Any]:
+    """How pandas describes a column of its own."""
+    pandas_type = "unicode" if kind == "object" else kind
+    return {"name": name, "field_name": field_name, "pandas_type": pandas_type, "numpy_type": kind, "metadata": None}
 
 
 def _episode(what: LeRobotSet, episode: int, windows: Mapping[str, list[tuple[float, float]]]) -> dict[str, Any]:
