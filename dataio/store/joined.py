@@ -332,6 +332,19 @@ def write_files(store: Store, number: int, data: Buffer) -> JoinedObject:
     return JoinedObject(key=key, size=memoryview(data).nbytes)
 
 
+def is_made(key: str) -> bool:
+    """Return whether `key` is that of an object that `write_files` stores."""
+    return key.startswith(FILES_FOLDER) and _SHARD.fullmatch(key[len(FILES_FOLDER) :]) is not None
+
+
+def copy_files(source: Store, target: Store, made: JoinedObject) -> None:
+    """Copy an object that `write_files` stored. Its name holds its digest, so it replaces no other object."""
+    data = source.get(made.key, max_bytes=made.size)
+    if not is_made(made.key) or _digest(data) != made.key.rpartition("-")[2]:
+        raise CorruptionError(f"{source.location.url}: {made.key} is not the object that its name says")
+    target.put_multipart(made.key, [data])
+
+
 def decode_list(data: bytes, shard: str, name: str) -> JoinedList:
     """Decode and check the stored list of `shard`. Errors call it `name`."""
     if len(data) > LIST_BYTES:

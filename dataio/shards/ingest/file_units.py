@@ -58,7 +58,7 @@ TIME_TOLERANCE = 1.0
 _UNCHANGED = Recipe()
 _log = get_logger(__name__)
 
-_crash_after_list = crashpoints.declare("index.list-stored", "a list of objects is stored, and nothing refers to it")
+_crash_after_list = crashpoints.declare("files.list-stored", "a list of objects is stored, and nothing refers to it")
 
 
 class FileSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,15 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
-from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.errors import ConflictError, CorruptionError, UsageError
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest import index_tars, patterns
 from headrace.dataio.shards.ingest.grouping import Grouping, check_grouping
-from headrace.dataio.shards.ingest.index_files import FileIndexer, FileOptions, Indexed
+from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileIndexer, FileOptions, Indexed
 from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
+from headrace.dataio.shards.ingest.source_stores import FileStat
 from headrace.dataio.shards.media.messages import check_text_field
 from headrace.dataio.shards.units.engine import find_engine
 from headrace.dataio.shards.versions import history
@@ -31,6 +34,16 @@ from headrace.dataio.store.open import open_store
 
 Layout = Literal["auto", "tars", "files", "lerobot"]
 Keys = Literal["member", "shard"]
+
+
+@dataclass(frozen=True, slots=True)
+class FollowMemory:
+    """What `index` with `follow` could not use, with its size and time, so that later calls do not read it again."""
+
+    files: dict[str, FileStat] = field(default_factory=dict)
+    tars: index_tars.Bad = field(default_factory=dict)
+
+
 _LAYOUTS: tuple[Layout, ...] = ("tars", "files", "lerobot")
 Patterns = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 
@@ -50,6 +63,7 @@ def index(
     engine: str = "local",
     progress: Callable[[Any], None] | None = None,
     workers: int | None = None,
+    memory: FollowMemory | None = None,
     trust_mounts: bool = False,
     source_options: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -78,6 +92,8 @@ def index(
         progress: a function that is called while the data are read, with a `Progress` for files and an `IndexProgress`
             for tars. None reports nothing.
         workers (int): the number of probing processes. None means one per core of this machine, or of the Ray cluster.
+        memory (FollowMemory): with `follow`, the files and tars that earlier calls could not use. They are read again
+            only after they changed. None (the default) reads them again.
         trust_mounts (bool): with `follow`, let the dataset refer to other locations, as for `Dataset`. The locations
             of `patterns` need no trust. The default is False.
         source_options: options for the stores of the files or tars, unless they are directories. The version records
@@ -103,13 +119,13 @@ def index(
         ...     dataset.version, dataset.report.samples
         (1, 0)
     """
-    listed = as_list(patterns)
+    listed, memory = as_list(patterns), memory or FollowMemory()
     chosen = choose_layout(layout, listed, source_options)
     if chosen == "tars":
         _check_tar_options(group, columns)
-        return index_tars.index(
+        make = partial(
+            index_tars.index,
             listed,
-            url,
             name=name,
             strict=strict,
             keys=keys,
@@ -117,9 +133,12 @@ def index(
             engine=engine,
             progress=progress,
             workers=workers,
+            trust_mounts=trust_mounts,
             source_options=source_options,
-            storage_options=storage_options,
         )
+        if not follow:
+            return make(url=url, storage_options=storage_options)
+        return _follow_tars(partial(make, follow=True, bad=memory.tars), url, storage_options)
     if keys != "member":
         raise UsageError("keys is for tars, and these are files", hint="the key of a file is its path: leave keys out")
     options = FileOptions(
@@ -140,11 +159,30 @@ def index(
         if owned:
             undo.enter_context(store)
         history.refuse_checkpoints(store)
-        with _indexer(chosen, listed, store, options) as indexer:
+        with _indexer(chosen, listed, store, options, memory) as indexer:
             is_new = not (follow and history.list_versions(store))
             dataset = open_indexed(store, indexer.index(name) if is_new else indexer.follow(), owned, trust_mounts)
         undo.pop_all()
     return dataset
+
+
+def _follow_tars(
+    make: Callable[..., Dataset], url: str | os.PathLike[str] | Store, storage_options: Mapping[str, Any] | None
+) -> Dataset:
+    """Add the new tars. If another follower made a version meanwhile, look again what is new."""
+    store, owned = use_or_open(url, storage_options)
+    try:
+        for _ in range(FOLLOW_TRIES - 1):
+            before = history.list_versions(store)
+            try:
+                return make(url=url, storage_options=storage_options)
+            except (ConflictError, CorruptionError):
+                if history.list_versions(store) == before:
+                    raise
+        return make(url=url, storage_options=storage_options)
+    finally:
+        if owned:
+            store.close()
 
 
 def open_indexed(store: Store, indexed: Indexed, owned: bool, trust_mounts: bool) -> Dataset:
@@ -185,9 +223,11 @@ def choose_layout(layout: str, listed: Sequence[str], source_options: Mapping[st
     return "tars" if has_tar else "files"
 
 
-def _indexer(chosen: Layout, listed: Sequence[str], store: Store, options: FileOptions) -> FileIndexer | LeRobotIndexer:
+def _indexer(
+    chosen: Layout, listed: Sequence[str], store: Store, options: FileOptions, memory: FollowMemory
+) -> FileIndexer | LeRobotIndexer:
     if chosen != "lerobot":
-        return FileIndexer(file_sources(listed), store, options)
+        return FileIndexer(file_sources(listed), store, options, memory.files)
     if len(listed) != 1:
         raise UsageError(f"one LeRobot data set can be indexed, not {len(listed)}", hint="`headrace merge` the results")
     if options.group != "stem" or options.columns != DEFAULT_COLUMNS:

@@ -64,11 +64,9 @@ from headrace.dataio.store.mounts import Mounts
 from headrace.dataio.store.open import open_store
 
 _crash_after_index = crashpoints.declare(
-    "index.files-stored", "lists and index are stored; there is no new version yet"
+    "files.index-stored", "lists and index are stored; there is no new version yet"
 )
-_crash_after_version = crashpoints.declare(
-    "index.files-version-stored", "the version exists; the call has not returned"
-)
+_crash_after_version = crashpoints.declare("files.version-stored", "the version exists; the call has not returned")
 
 OWN_FOLDERS = ("files", "index", "joined", "packing", "shards", "tags", "versions", "dataset.json")
 """The objects of a dataset. They are no sources, even if the files lie in the same folder."""
@@ -104,13 +102,16 @@ class Indexed:
 class FileIndexer:
     """Makes versions over the files that `sources` match. It is a context manager.
 
-    It remembers files that cannot be used, and does not read them again while they stay the same.
+    `bad` holds the sizes and times of files that cannot be used. `follow` does not read them again while they stay the
+    same, and adds others.
     """
 
-    def __init__(self, sources: Sequence[str], store: Store, options: FileOptions) -> None:
+    def __init__(
+        self, sources: Sequence[str], store: Store, options: FileOptions, bad: dict[str, FileStat] | None = None
+    ) -> None:
         self._sources, self._store, self._options = sources, store, options
         self._engine, self._stores = find_engine(options.engine), SourceStores(options.source_options)
-        self._bad = dict[str, FileStat]()
+        self._bad = {} if bad is None else bad
 
     def __enter__(self) -> FileIndexer:
         return self

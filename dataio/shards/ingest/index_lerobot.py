@@ -51,12 +51,8 @@ from headrace.dataio.store.open import open_store
 
 __all__ = ["LeRobotIndexer", "is_lerobot_source"]
 
-_crash_after_index = crashpoints.declare(
-    "index.episodes-stored", "shards and index are stored; there is no version yet"
-)
-_crash_after_version = crashpoints.declare(
-    "index.episodes-version-stored", "the version exists; the call has not returned"
-)
+_crash_after_index = crashpoints.declare("lerobot.stored", "shards and index are stored; there is no version yet")
+_crash_after_version = crashpoints.declare("lerobot.version-stored", "the version exists; the call has not returned")
 _LOOKUPS = 4096
 
 

@@ -25,9 +25,7 @@ from headrace.dataio.shards.versions.documents import Shard
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_location
 
-_crash_after_list = crashpoints.declare(
-    "index.episodes-listed", "the list of a joined shard is stored, without a record"
-)
+_crash_after_list = crashpoints.declare("lerobot.listed", "the list of a joined shard is stored, without a record")
 
 
 def lerobot_task(source: Store, target: Store, settings: EpisodeSettings) -> Task[LeRobotUnit, PackedUnit]:
