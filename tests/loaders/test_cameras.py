@@ -26,6 +26,7 @@ from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.partial_file import PartialFile
 from tests.support import numbered_video
 from tests.support.batches import take
+from tests.support.noise_video import noise_video
 from tests.support.shared_folder import shared_folder
 
 pytestmark = pytest.mark.slow
@@ -367,21 +368,6 @@ def test_a_mask_is_aligned_with_the_camera_that_it_is_like(make: Callable[..., L
 @pytest.fixture(scope="session")
 def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shared_folder(tmp_path_factory, "long-cameras", _make_long)
-
-
-def noise_video(frames: int, rate: int, container: str, seed: int) -> bytes:
-    """A video of a few megabytes, whose frames all differ."""
-    random, target = np.random.default_rng(seed), io.BytesIO()
-    with av.open(target, "w", format=container) as output:
-        stream: Any = output.add_stream(
-            "libx264", rate=rate, options={"g": "12", "bf": "2", "preset": "ultrafast", "qp": "20"}
-        )
-        stream.width, stream.height, stream.pix_fmt = 96, 80, "yuv420p"
-        for _ in range(frames):
-            pixels = random.integers(0, 256, (80, 96, 3), np.uint8)
-            output.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        output.mux(stream.encode(None))
-    return target.getvalue()
 
 
 def _make_long(folder: Path) -> None:
