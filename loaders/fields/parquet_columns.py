@@ -72,7 +72,9 @@ def _check_footer(data: memoryview, what: str) -> None:
     if length > len(data) - 12:
         raise CorruptionError(f"{what} is damaged: its footer is longer than the file")
     if length > _FOOTER_BYTES:
-        raise UnsupportedError(f"{what} has a footer of {format_bytes(length)}", hint=f"at most {_FOOTER_BYTES} bytes")
+        raise UnsupportedError(
+            f"{what} has a footer of {format_bytes(length)}", hint=f"at most {format_bytes(_FOOTER_BYTES)}"
+        )
 
 
 def _check_chunks(data: memoryview, metadata: Any, column: int, what: str) -> None:
@@ -190,7 +192,8 @@ class _Header:
         elif kind in (_I16, _I32, _I64):
             self._varint()
         elif kind == _BINARY:
-            self.at += self._varint()
+            length = self._varint()
+            self.at += length
         elif kind in (_LIST, _SET):
             head = self._byte()
             count = head >> 4 if head >> 4 < 15 else self._varint()

@@ -225,14 +225,17 @@ class _TimesClock:
         ):
             raise CorruptionError(f"{what} has times that are not a number for each of its {count} rows")
         self._times = times.astype(np.float64)
-        if not np.isfinite(self._times).all():
+        if not np.isfinite(times).all():
             raise CorruptionError(f"{what} has times that are not finite")
         if (np.diff(self._times) < 0).any():
             raise CorruptionError(f"{what} has times that are not in order")
+        # times that were rounded to this dtype
+        self._rounding = float(np.spacing(np.abs(times).max())) if times.dtype.kind == "f" else 0.0
         self.start, last = (Fraction(float(self._times[end])) for end in (0, -1))
         self.duration = (last - self.start) / max(1, count - 1)
         self.end = last + self.duration
 
     def row(self, instant: Fraction) -> int:
         """The number of the row that holds at this instant. -1 is before the first one."""
-        return int(np.searchsorted(self._times, float(instant + TOLERANCE), side="right")) - 1
+        at = float(instant + TOLERANCE) + self._rounding
+        return int(np.searchsorted(self._times, at, side="right")) - 1

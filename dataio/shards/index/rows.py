@@ -10,7 +10,8 @@ Invariants:
 * The footer also holds the digest of each column chunk, under `CHUNKS`. So a column can be read and checked without the
   bytes of its neighbours. Older parts lack this entry.
 * Readers use rows only after `check`: members lie inside their shards, sizes are positive, and streams are complete.
-  Members do not overlap, but two samples may have members with the same range, such as two parts of a long video.
+  Members do not overlap, but two samples may have members with the same range, such as two parts of a long video. The
+  first members of samples differ, since their offsets are the order of the samples.
   `check` works on whole columns, because reading one sample checks its whole row group. Most checks take little time
   when the rows are valid. A check is skipped if its columns were not read.
 
