@@ -26,8 +26,10 @@ FRAMES = 64
 """Frame `f` of episode `e` shows the number `e * FRAMES + f`, so episodes are shorter than this."""
 _OPTIONS = {
     "libx264": {"g": "2", "crf": "30", "bf": "2"},
+    "libx265": {"g": "2", "crf": "30", "x265-params": "log-level=none"},
     "libsvtav1": {"g": "2", "crf": "30", "preset": "12", "svtav1-params": "lp=1"},
 }
+_LONG = {"crf": "8", "preset": "ultrafast"}
 
 
 @dataclass(frozen=True)
