@@ -99,7 +99,7 @@ class LeRobotIndexer:
         if history.list_versions(store):
             published = run.published()
             if published is not None:
-                return self._finish(run, reporter, RunReport(0, ()), published.version, started)
+                return self._finish(run, reporter, RunReport(len(plan.units), ()), published.version, started)
             history.refuse_existing(store, "add to it with `headrace index --follow`, or give an empty folder")
         if not plan.units:
             raise _nothing(plan.missing)
@@ -124,7 +124,7 @@ class LeRobotIndexer:
         run, reporter = self._run(plan), _EpisodeReporter(plan, self._options.strict, self._options.progress)
         published = run.published()
         if published is not None:
-            return self._finish(run, reporter, RunReport(0, ()), published.version, started)
+            return self._finish(run, reporter, RunReport(len(plan.units), ()), published.version, started)
         if not plan.units:
             return self._indexed(_no_report(plan.missing, time.monotonic() - started), newest.version)
         base, _ = history.load(store, run.journal.begin(newest.version))
