@@ -18,6 +18,7 @@ rule raise `CorruptionError`, and nothing is indexed. An existing dataset raises
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,11 +33,14 @@ from headrace.dataio.shards.ingest.lerobot_episodes import Episode, read_episode
 from headrace.dataio.shards.ingest.lerobot_plan import LeRobotPlan, LeRobotUnit, lerobot_plan
 from headrace.dataio.shards.ingest.lerobot_samples import EpisodeSettings, key_of
 from headrace.dataio.shards.ingest.lerobot_units import lerobot_task
+from headrace.dataio.shards.ingest.manifests import EXTENSIONS
 from headrace.dataio.shards.ingest.patterns import prefix_in
 from headrace.dataio.shards.ingest.plan import journal_of
 from headrace.dataio.shards.ingest.plan_run import InputReporter, PlanRun, check_new_keys
 from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped
+from headrace.dataio.shards.ingest.source_stores import is_url
 from headrace.dataio.shards.ingest.sources import Gathered
+from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS
 from headrace.dataio.shards.media.messages import TEXT_FIELD
 from headrace.dataio.shards.query import views
 from headrace.dataio.shards.query.open_index import OpenIndex
@@ -45,7 +49,7 @@ from headrace.dataio.shards.units.journal import Done
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.mounting import JOINED_MOUNT, mount_of
-from headrace.dataio.store.base import Store
+from headrace.dataio.store.base import Store, path_of_url
 from headrace.dataio.store.mounts import PREFIX
 from headrace.dataio.store.open import open_store
 
@@ -53,14 +57,23 @@ __all__ = ["LeRobotIndexer", "is_lerobot_source"]
 
 _crash_after_index = crashpoints.declare("lerobot.stored", "shards and index are stored; there is no version yet")
 _crash_after_version = crashpoints.declare("lerobot.version-stored", "the version exists; the call has not returned")
+_FILES = KNOWN_EXTENSIONS | EXTENSIONS | {"tar"}
+"""A URL with one of these extensions is that of a file."""
 _LOOKUPS = 4096
 
 
 def is_lerobot_source(sources: Sequence[str], source_options: Mapping[str, Any] | None = None) -> bool:
-    """Return whether `sources` is one folder or URL that has a LeRobot data set."""
-    if len(sources) != 1 or set("*?[]{}") & set(sources[0]) or "::" in sources[0] or "pipe:" in sources[0]:
+    """Return whether `sources` is one folder that has a LeRobot data set. A pattern, or the name of a file, is not."""
+    if len(sources) != 1:
         return False
-    with open_store(sources[0], storage_options=_options(sources[0], source_options)) as store:
+    (source,) = sources
+    if is_url(source):
+        last = source.rpartition("/")[2]
+        if set("*?[]{}") & set(source) or "::" in source or last.rpartition(".")[2].lower() in _FILES:
+            return False
+    elif not os.path.isdir(path_of_url(source) if source.lower().startswith("file://") else source):
+        return False
+    with open_store(source, storage_options=_options(source, source_options)) as store:
         return is_lerobot(store)
 
 

@@ -27,7 +27,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    CorruptionError,
+    NotFoundError,
+    UnsupportedError,
+)
 from headrace.dataio.core.json import parse_json
 from headrace.dataio.store.base import Store, is_key
 
@@ -118,8 +124,8 @@ def is_lerobot(store: Store) -> bool:
     """Return whether the store has a data set in LeRobot's format at its root, in any version."""
     try:
         document = parse_json(store.get(INFO, max_bytes=limits.JSON_DOCUMENT_BYTES))
-    except (NotFoundError, ValueError):
-        return False
+    except (NotFoundError, AccessDeniedError, UnsupportedError, CapacityError, ValueError):
+        return False  # S3 denies access to an object that does not exist, if the bucket may not be listed
     return isinstance(document, dict) and isinstance(document.get("codebase_version"), str)
 
 

@@ -19,7 +19,7 @@ from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import ConflictError, CorruptionError, UnsupportedError, UsageError
 from headrace.dataio.shards.ingest import lerobot_plan, lerobot_videos
 from headrace.dataio.shards.ingest.index_files import FileOptions
-from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer
+from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
 from headrace.dataio.shards.ingest.lerobot_episodes import read_episodes
 from headrace.dataio.shards.ingest.lerobot_units import lerobot_task
 from headrace.dataio.shards.ingest.report import PackReport
@@ -302,3 +302,12 @@ def test_new_episodes_become_the_next_version(tmp_path: Path) -> None:
     assert before.items() <= objects(tmp_path / "set").items()
     with pytest.raises(ConflictError, match="--follow"):
         index(tmp_path / "robot", tmp_path / "set", workers=1)
+
+
+@pytest.mark.parametrize("name", ["", "*", "{own,b}", "clip.mp4", "set.tar", "clips.csv"])
+def test_only_one_folder_can_be_taken_for_a_data_set(own: Path, name: str) -> None:
+    for root in (str(own.parent), f"file://{own.parent}", "memory://elsewhere"):
+        assert not is_lerobot_source([f"{root}/{name}"])
+    assert is_lerobot_source([str(own)])
+    assert is_lerobot_source([f"file://{own}"])
+    assert not is_lerobot_source([str(own), str(own)])
