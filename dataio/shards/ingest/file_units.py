@@ -9,7 +9,8 @@ Invariants:
 * The plan depends only on the names, sizes and times of the files, the settings and the library versions.
 * A unit has at most `UNIT_OBJECTS` files and `UNIT_BYTES` bytes, or one larger sample.
 * Files that Headrace makes (the JSON of a manifest's row, a caption) lie in one object, the first of the list.
-* An object that belongs to two samples is once in the list.
+* An object that belongs to two samples is in the list twice, because the index requires that samples begin at different
+  offsets. The samples of a unit are in the order of their first offsets.
 * The rows describe the bytes that were read. A file whose size or time is then another is left out.
 
 Failure behaviour: a group that cannot be described, or whose files changed, goes into the record's `skipped`. With
@@ -262,34 +263,33 @@ class _ListWriter:
         )
 
     def _store_list(self) -> tuple[tuple[Shard, ...], tuple[Sample, ...]]:
-        objects, starts = dict[str, JoinedObject](), dict[str, int]()
-        at = 0
+        objects = list[JoinedObject]()
         if made := b"".join(data for item in self._pending for data in item.made.values()):
-            stored = write_files(self._store, self._number, made)
-            objects[stored.key], at = stored, len(made)
+            objects.append(write_files(self._store, self._number, made))
         for item in self._pending:
             for key, size, time in zip(item.keys, item.group.sizes, item.group.times, strict=True):
-                if key not in objects:
-                    objects[key] = JoinedObject(key=key, size=size, modified=time / 1e9)
-                    starts[key], at = at, at + size
-        shard, size = write_list(self._store, self._number, tuple(objects.values()))
+                objects.append(JoinedObject(key=key, size=size, modified=time / 1e9))
+        shard, size = write_list(self._store, self._number, objects)
         _crash_after_list()
-        return (Shard(key=shard, size=size, samples=len(self._pending)),), tuple(self._samples(shard, starts))
+        samples = sorted(self._samples(shard, len(made)), key=lambda sample: sample.members[0].offset)
+        numbered = (msgspec.structs.replace(sample, id=number) for number, sample in enumerate(samples))
+        return (Shard(key=shard, size=size, samples=len(samples)),), tuple(numbered)
 
-    def _samples(self, shard: str, starts: Mapping[str, int]) -> Iterator[Sample]:
+    def _samples(self, shard: str, at: int) -> Iterator[Sample]:
+        """Yield the samples. `at` is the offset of the first file that Headrace did not make."""
         made_at = 0
-        for number, item in enumerate(self._pending):
+        for item in self._pending:
             described, offsets = item.described, dict[str, int]()
-            for (ext, _), key in zip(item.group.files, item.keys, strict=True):
-                offsets[ext] = starts[key]
+            for (ext, _), size in zip(item.group.files, item.group.sizes, strict=True):
+                offsets[ext], at = at, at + size
             for ext, data in item.made.items():
                 offsets[ext], made_at = made_at, made_at + len(data)
             members = [Member(f.ext, offsets[f.ext], f.size, f.xxh3, f.pieces) for f in described.files]
             yield Sample(
-                id=number,
+                id=0,
                 key=item.group.key,
                 shard=shard,
-                members=tuple(sorted(members, key=lambda member: member.offset)),
+                members=tuple(sorted(members, key=lambda member: (member.offset, member.length))),
                 duration=described.duration,
                 video=described.video,
                 audio=described.audio,

@@ -225,7 +225,7 @@ class FileIndexer:
     def _gather(self) -> Gathered:
         url = self._store.location.url.rstrip("/")
         own = [f"{url}/{name}" for name in OWN_FOLDERS]
-        return gather(self._sources, self._options.columns, self._stores, own, self._options.group)
+        return gather(self._sources, self._options.columns, self._stores, own, self._options.group, tars=False)
 
     def _place(self, gathered: Gathered, mounts: Sequence[versions.Mount]) -> tuple[Placement, Gathered]:
         placed = place(gathered.groups, self._store, mounts, self._open)

@@ -101,8 +101,6 @@ class _Resolver:
 def _problem(group: Group, addresses: Mapping[str, str]) -> Skipped | None:
     """Return why a group cannot be used in place, or None."""
     first = group.files[0][1]
-    if group.spans:
-        return Skipped(first, UnsupportedError.code, "it is in a tar: index tars by themselves (--layout tars)")
     if len(group.files) > MAX_FILES:
         reason = f"{tar.too_many(group.key).partition(' has ')[0]} has {len(group.files)} files, more than {MAX_FILES}"
         return Skipped(first, UnsupportedError.code, reason)

@@ -82,17 +82,20 @@ def gather(
     stores: SourceStores | None = None,
     exclude: str | Sequence[str] = (),
     grouping: Grouping = "stem",
+    *,
+    tars: bool = True,
 ) -> Gathered:
     """Group the files of all sources into samples.
 
     `columns` names the columns of manifests. `exclude` is the URL of a dataset whose files are left out, or several
-    URLs. `grouping` says which files are one sample (`headrace.dataio.shards.ingest.grouping`).
+    URLs. `grouping` says which files are one sample (`headrace.dataio.shards.ingest.grouping`). Without `tars`, tars are
+    skipped.
     """
     if stores is None:
         with SourceStores() as opened:
-            return gather(sources, columns, opened, exclude, grouping)
+            return gather(sources, columns, opened, exclude, grouping, tars=tars)
     input_files: dict[str, InputFile] = {}
-    collected = _Collector(stores, grouping)
+    collected = _Collector(stores, grouping, tars)
     excluded = [_local(one).rstrip("/") for one in ([exclude] if isinstance(exclude, str) else exclude)]
     for source in sources:
         for item in _expand(_local(os.fspath(source)), stores, collected.skipped):
@@ -123,8 +126,8 @@ def _is_below(folder: str, path: str) -> bool:
 class _Collector:
     """The groups found so far, and the skipped and ignored files."""
 
-    def __init__(self, stores: SourceStores, grouping: Grouping) -> None:
-        self._stores, self._grouping = stores, grouping
+    def __init__(self, stores: SourceStores, grouping: Grouping, tars: bool) -> None:
+        self._stores, self._grouping, self._takes_tars = stores, grouping, tars
         self.groups: list[Group] = []
         self.skipped: list[Skipped] = []
         self.ignored: list[str] = []
@@ -139,8 +142,11 @@ class _Collector:
         elif members:
             self.groups.append(make_group(members, self._grouping))
         for item, info in (m for m in files if m not in members):
-            if last_suffix(item.path) == "tar":
+            if last_suffix(item.path) == "tar" and self._takes_tars:
                 self._add_tar(item.path, info)
+            elif last_suffix(item.path) == "tar":
+                reason = "it is a tar, and these are files: index tars by themselves (--layout tars)"
+                self.skipped.append(Skipped(item.path, UnsupportedError.code, reason))
             elif item.is_named:
                 reason = f"neither a media file nor a file with the same stem as one (media are {_media_list()})"
                 if _COMPRESSED_TAR.fullmatch(item.path):
