@@ -103,8 +103,8 @@ def shown(name: str, number: int) -> list[Fraction]:
     """When the frames of a camera are shown, according to plain PyAV."""
     if (name, number) not in _shown:
         with av.open(io.BytesIO(camera(name, number)), "r") as container:
-            frames = list(container.decode(video=0))
-        _shown[name, number] = [frame.pts * frame.time_base for frame in frames]
+            decoded: list[Any] = list(container.decode(video=0))
+        _shown[name, number] = [frame.pts * frame.time_base for frame in decoded]
     return _shown[name, number]
 
 
