@@ -50,8 +50,9 @@ class Rows(Field):
     """The rows of a table that hold at the instants of a clip: (T, ...), one for each frame.
 
     A table is a `.npy` file, a `.safetensors` file or a `.parquet` file of the sample. Its times are seconds on the
-    sample's clock, like the instants of the frames. The row of an instant is the last one that begins at most 1 ms after
-    it. A clip with an instant outside the rows, by more than the duration of a row, makes a bad sample.
+    sample's clock, like the instants of the frames. The row of an instant is the last one that begins at most a
+    millisecond after it. A clip with an instant outside the rows, by more than the duration of a row, makes a bad
+    sample.
 
     With `offsets`, the entry `<name>.pad`, bool (B, len(offsets)), says which rows lie beyond the first or last row, and
     repeat it.

@@ -24,7 +24,7 @@ from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Audio, Bucket, Buckets, Clip, Image, Json, Loader, Mask, Video
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.partial_file import PartialFile
-from tests.support import numbered_video
+from tests.support import long_media, numbered_video
 from tests.support.batches import take
 from tests.support.noise_video import noise_video
 from tests.support.shared_folder import shared_folder
@@ -103,8 +103,8 @@ def shown(name: str, number: int) -> list[Fraction]:
     """When the frames of a camera are shown, according to plain PyAV."""
     if (name, number) not in _shown:
         with av.open(io.BytesIO(camera(name, number)), "r") as container:
-            frames = list(container.decode(video=0))
-        _shown[name, number] = [frame.pts * frame.time_base for frame in frames]
+            decoded: list[Any] = list(container.decode(video=0))
+        _shown[name, number] = [frame.pts * frame.time_base for frame in decoded]
     return _shown[name, number]
 
 
@@ -397,3 +397,59 @@ def test_long_cameras_are_read_in_part_and_as_predicted(
     for one, other in zip(partial, whole, strict=True):
         assert torch.equal(one["v"], other["v"])
         assert torch.equal(one["w"], other["w"])
+
+
+@pytest.fixture(scope="session")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples with a video with sound (a real clip) and a second camera; a film of both; a separate sound of both."""
+    return shared_folder(tmp_path_factory, "talking", _make_talking)
+
+
+def _make_talking(folder: Path) -> None:
+    (folder / "shards").mkdir()
+    (folder / "front.mkv").write_bytes(long_media.film())
+    for name in ("front.mp4", "sound.mp4"):
+        long_media.copied((folder / "front.mkv").read_bytes(), name, {}, folder, silent=name == "front.mp4")
+    with av.open(str(folder / "sound.mp4")) as source, av.open(str(folder / "sound.m4a"), "w") as output:
+        track = output.add_stream_from_template(source.streams.audio[0])
+        for packet in source.demux(audio=0):
+            if packet.size:
+                packet.stream = track
+                output.mux(packet)
+    silent, sound = (folder / "front.mp4").read_bytes(), (folder / "sound.mp4").read_bytes()
+    samples = {
+        "inside": {"mp4": sound, "cam1.mp4": silent, "cam2.mkv": (folder / "front.mkv").read_bytes()},
+        "beside": {"mp4": silent, "cam1.mp4": silent, "m4a": (folder / "sound.m4a").read_bytes()},
+    }
+    samples["beside"]["cam2.mkv"] = samples["inside"]["cam2.mkv"]
+    write_tar(folder / "shards" / "0.tar", samples)
+    index([str(folder / "shards")], str(folder / "ds"), workers=1).close()
+
+
+@pytest.mark.parametrize("key", ["inside", "beside"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_sound_of_another_camera_s_clip_is_that_of_its_instants(
+    make: Callable[..., Loader], talking: Path, key: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if whole:
+        monkeypatch.setattr(byte_ranges, "member_of", lambda sample, ext: None)
+    clip = Clip(8, fps=12.5)
+    with Dataset(talking / "ds", trust_mounts=True) as dataset:
+        source = dataset.where(f"key = '{key}'")
+        settings: dict[str, Any] = {"batch_size": 1, "source": source, "seed": 7}
+        plain = make({"v": Video(clip, SIZE), "a": Audio(like="v")}, **settings)
+        driven = make({"w": Video(clip, SIZE, file="cam1.mp4"), "a": Audio(like="w")}, **settings)
+        like = make(
+            {"v": Video(clip, SIZE), "w": Video(file="cam1.mp4", like="v", size=SIZE), "a": Audio(like="w")}, **settings
+        )
+        other = make(
+            {"v": Video(clip, SIZE), "w": Video(file="cam2.mkv", like="v", size=SIZE), "a": Audio(like="w")}, **settings
+        )
+        for one, *others in zip(*(take(loader, 4) for loader in (plain, driven, like, other)), strict=True):
+            assert one["a"].abs().max() > 0.05
+            assert one["a.samples"].item() == one["a"].shape[-1]
+            for another in others[:2]:
+                assert torch.equal(one["a"], another["a"])
+            # time stamps of Matroska are rounded to milliseconds
+            assert abs(float(one["v.start"] - others[2]["w.start"])) <= 0.001
+            assert others[2]["a"].shape == one["a"].shape

@@ -12,6 +12,7 @@ import pytest
 from headrace.dataio import index, pack
 from headrace.dataio.core import log
 from headrace.dataio.shards.media.container import other_videos
+from headrace.dataio.shards.media.messages import Recipe
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.processors import video
 from tests.support import video_corpus
@@ -72,6 +73,17 @@ def test_a_damaged_further_video_rejects_its_sample(tar: Path, tmp_path: Path) -
         (skipped,) = indexed.report.skipped
         assert "s5.cam1.mp4" in skipped.path
         assert len(indexed) == 4
+
+
+def test_a_sample_with_further_videos_is_not_split(tar: Path, tmp_path: Path) -> None:
+    """The further videos of the clips would no longer show the same instants."""
+    with pack([tar], tmp_path / "ds", recipe=Recipe(split=0.1), workers=1) as packed:
+        assert packed.report is not None
+        reasons = {Path(one.path).name: one.reason for one in packed.report.skipped}
+        assert any("with several media files (mp4, cam1.mp4) cannot be split" in one for one in reasons.values()), (
+            reasons
+        )
+        assert [key for key in packed.keys if key.startswith("s4")]
 
 
 def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -165,7 +165,7 @@ def test_all_windows_decode_as_the_index_says(parts: Dataset) -> None:
 
 
 def test_the_clock_of_rows_is_that_of_the_window(folder: Path) -> None:
-    fields = {"v": Video(Clip(4), (16, 16)), "r": Rows("rows.npy", like="v", rate=RATE)}
+    fields: dict[str, Any] = {"v": Video(Clip(4), (16, 16)), "r": Rows("rows.npy", like="v", rate=RATE)}
     for name in ("whole", "parts"):
         with Loader(folder / name, 1, fields=fields, sidecar=None, num_threads=1, trust_mounts=True) as loader:
             for batch in take(loader, 4):

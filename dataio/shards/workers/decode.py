@@ -129,6 +129,8 @@ def _pictures(container: Any, stream: Any, job: PicturesJob) -> Pictures:
     stream.codec_context.thread_count = 1
     start = stream.start_time or 0
     length = stream.duration or round((container.duration or 0) / av.time_base / stream.time_base)
+    if job.part is not None:
+        start, length = job.part[0], job.part[1] - job.part[0]
     jpegs, size, fault = [], (0, 0), ""
     for number in range(job.count):
         target = start + int(length * (number + 0.5) / job.count)
