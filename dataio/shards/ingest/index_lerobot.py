@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from headrace.dataio.core import crashpoints, limits
 from headrace.dataio.core.errors import ConflictError, UsageError
 from headrace.dataio.shards.ingest.index_files import FileOptions, Indexed
-from headrace.dataio.shards.ingest.lerobot import is_lerobot, read_info
+from headrace.dataio.shards.ingest.lerobot import INFO, is_lerobot, read_info
 from headrace.dataio.shards.ingest.lerobot_episodes import Episode, read_episodes
 from headrace.dataio.shards.ingest.lerobot_plan import LeRobotPlan, LeRobotUnit, lerobot_plan
 from headrace.dataio.shards.ingest.lerobot_samples import EpisodeSettings, key_of
@@ -71,8 +71,10 @@ def is_lerobot_source(sources: Sequence[str], source_options: Mapping[str, Any] 
         last = source.rpartition("/")[2]
         if set("*?[]{}") & set(source) or "::" in source or last.rpartition(".")[2].lower() in _FILES:
             return False
-    elif not os.path.isdir(path_of_url(source) if source.lower().startswith("file://") else source):
+    elif not os.path.isdir(_local(source)):
         return False
+    elif _is_linked(source):
+        return True  # `LeRobotIndexer` raises the error
     with open_store(source, storage_options=_options(source, source_options)) as store:
         return is_lerobot(store)
 
@@ -84,6 +86,11 @@ class LeRobotIndexer:
     """
 
     def __init__(self, source: str, store: Store, options: FileOptions) -> None:
+        if not is_url(source) and _is_linked(source):
+            raise UsageError(
+                f"the files of {_local(source)} are symbolic links, and stores follow no links",
+                hint="download the data set into a folder (local_dir), or copy it with its links followed (cp -rL)",
+            )
         self._store, self._options, self._engine = store, options, find_engine(options.engine)
         self._source = open_store(source, storage_options=_options(source, options.source_options))
         try:
@@ -263,6 +270,15 @@ def _nothing(skipped: Sequence[Skipped]) -> UsageError:
 
 def _no_report(skipped: tuple[Skipped, ...], seconds: float) -> PackReport:
     return PackReport(files=0, samples=0, shards=0, bytes=0, seconds=seconds, skipped=skipped, ignored=(), notes=())
+
+
+def _local(source: str) -> str:
+    return path_of_url(source) if source.lower().startswith("file://") else source
+
+
+def _is_linked(source: str) -> bool:
+    """Return whether the folder has the files of a data set as symbolic links, like the cache of the Hub."""
+    return os.path.islink(os.path.join(_local(source), *INFO.split("/")))
 
 
 def _options(source: str, options: Mapping[str, Any] | None) -> Mapping[str, Any]:

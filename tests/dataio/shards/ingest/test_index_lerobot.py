@@ -304,6 +304,16 @@ def test_new_episodes_become_the_next_version(tmp_path: Path) -> None:
         index(tmp_path / "robot", tmp_path / "set", workers=1)
 
 
+def test_a_data_set_of_links_is_refused_and_not_taken_for_files(own: Path, tmp_path: Path) -> None:
+    for path in own.rglob("*"):
+        link = tmp_path / "linked" / path.relative_to(own)
+        if path.is_file():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path)
+    with pytest.raises(UsageError, match="symbolic links"):
+        index(tmp_path / "linked", tmp_path / "set")
+
+
 @pytest.mark.parametrize("name", ["", "*", "{own,b}", "clip.mp4", "set.tar", "clips.csv"])
 def test_only_one_folder_can_be_taken_for_a_data_set(own: Path, name: str) -> None:
     for root in (str(own.parent), f"file://{own.parent}", "memory://elsewhere"):
