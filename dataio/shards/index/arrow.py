@@ -84,11 +84,21 @@ def rows(table: Any, numbers: Any) -> Any:
 
 
 class ParquetReader:
-    """Reads the Parquet file in `data`. `metadata` is the metadata of its footer, if the caller has already read it."""
+    """Reads the Parquet file in `data`. `metadata` is the metadata of its footer, if the caller has already read it.
 
-    def __init__(self, data: Any, metadata: Any = None) -> None:
+    `limits` are the most bytes of a string and the most items of a list in the footer. None means Arrow's own limits.
+    """
+
+    def __init__(self, data: Any, metadata: Any = None, limits: tuple[int, int] | None = None) -> None:
         self._reader = _parquet.ParquetReader()
-        self._reader.open(pa.BufferReader(data), metadata=metadata, pre_buffer=False)
+        strings, items = limits or (None, None)
+        self._reader.open(
+            pa.BufferReader(data),
+            metadata=metadata,
+            pre_buffer=False,
+            thrift_string_size_limit=strings,
+            thrift_container_size_limit=items,
+        )
         self.metadata: Any = self._reader.metadata
 
     def read(self, groups: Sequence[int] | None = None, columns: Collection[str] | None = None) -> Any:

@@ -37,6 +37,10 @@ _URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
 WILDCARD = re.compile(r"[*?\[]")
 
 
+class ChangedError(TransientError):
+    """An input changed while it was read."""
+
+
 def is_url(text: str) -> bool:
     """Return whether `text` is a URL of an object in a store, rather than a local path or a file URL."""
     return _URL.match(text) is not None
@@ -136,7 +140,7 @@ class SourceStores:
         """Copy the object to a new file. `size` is the size that it had when it was found."""
         info = self.stat_many([url]).get(url)
         if info is None or info.size != size:
-            raise TransientError(f"{url} changed while it was being packed", hint=_RETRY_HINT)
+            raise ChangedError(f"{url} changed while it was being packed", hint=_RETRY_HINT)
         self.copy(url, 0, size, path)
 
     def copy(self, url: str, offset: int, length: int, path: str) -> None:
@@ -149,9 +153,7 @@ class SourceStores:
                         raise TransientError(f"copying {url} was cancelled", hint=_RETRY_HINT)
                     file.write(read_at(offset + at, min(_COPY_BYTES, length - at)))
         except (NotFoundError, RangeError) as error:  # the object disappeared or shrank
-            raise TransientError(
-                f"{url} changed while it was being packed: {error.message}", hint=_RETRY_HINT
-            ) from error
+            raise ChangedError(f"{url} changed while it was being packed: {error.message}", hint=_RETRY_HINT) from error
 
     @contextlib.contextmanager
     def local_copy(self, url: str, size: int) -> Iterator[Path]:
