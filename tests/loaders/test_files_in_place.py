@@ -13,17 +13,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import av
 import pytest
 import torch
 
 from headrace.dataio import Dataset, index, open_store, pack
-from headrace.dataio.core import metrics
+from headrace.dataio.core import limits, metrics
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.testing.fault_proxy import FaultProxy
 from headrace.dataio.testing.s3_server import S3Server
 from headrace.loaders import Clip, FileLoader, Loader, Video, VideoLoader
 from headrace.loaders.clip import choose
 from headrace.loaders.fetch import byte_ranges
+from tests.support import long_media
 from tests.support.written_media import write_wav
 
 NAMES = ["arm_wrestling.mp4", "nasa_h264_aac.mp4", "pancake_h264.mkv", "testsrc2_vp9.webm", "youtube_clip.mp4"]
@@ -150,28 +152,51 @@ def test_an_object_that_changed_is_a_bad_sample_that_is_replaced(tmp_path: Path,
     assert f"file://{bad} ({said[change]}" in skipped.reason
 
 
+@pytest.fixture(scope="module")
+def long_clips(films: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one MP4 of more than 50 MB, whose index is at the front."""
+    target = tmp_path_factory.mktemp("long") / "clips" / "long.mp4"
+    target.parent.mkdir()
+    with av.open(str(target), "w", options={"movflags": "faststart"}) as output:
+        stream: Any = None
+        for repetition in range(8):
+            with av.open(str(films / "clips" / "front-mp4.mp4")) as source:
+                video = source.streams.video[0]
+                stream = stream or output.add_stream_from_template(video)
+                shift = repetition * round(long_media.FRAMES / 25 / video.time_base)
+                for packet in source.demux(video):
+                    if packet.size:
+                        packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+                        packet.stream = stream
+                        output.mux(packet)
+    return target.parent
+
+
 @pytest.mark.s3
 @pytest.mark.slow
-def test_short_clips_of_long_files_read_only_parts(
-    films: Path, s3_url: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+def test_short_clips_of_a_long_file_read_only_parts(
+    long_clips: Path, s3_url: str, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload(films / "clips", f"{s3_url}/clips")
+    upload(long_clips, f"{s3_url}/clips")
     with FaultProxy(s3_server.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         index(f"{s3_url}/clips", f"{s3_url}/set", workers=2).close()
         with Dataset(f"{s3_url}/set") as dataset:
-            whole, groups, pieces = needed(dataset)
-        opened = proxy.answered
-        assert len(batches(f"{s3_url}/set")) == 2
-        read = proxy.answered - opened
-    print(f"files {whole}, groups {groups}, pieces {pieces}, read {read}")
-    assert read < 0.5 * whole
-    assert read < 1.1 * pieces + 200_000  # and the index
+            whole, groups, blocks = needed(dataset)
+        before = proxy.answered
+        assert len(batches(f"{s3_url}/set")) == 1
+        read = proxy.answered - before
+    assert whole > 50_000_000
+    assert groups < 0.01 * whole
+    # the cache reads blocks, so these bound what is read: 8.4 MB here
+    assert read < blocks + 500_000
+    assert read < 0.25 * whole
 
 
 def needed(dataset: Dataset) -> tuple[int, int, int]:
-    """The bytes of the files, of the groups of pictures that the clips need, and of the pieces that hold these."""
-    whole = groups = pieces = 0
+    """The bytes of the files, of the groups of pictures that the clips need, and of the cache's blocks that hold these."""
+    whole = groups = 0
+    blocks, size = set[tuple[int, int]](), limits.CACHE_BLOCK_BYTES
     for sample in dataset:
         video = sample.video
         assert video is not None
@@ -181,5 +206,6 @@ def needed(dataset: Dataset) -> tuple[int, int, int]:
         next_key = next((key.at for key in video.key_frames if key.index > wanted.values[-1]), member.length)
         whole += member.length
         groups += next_key - start
-        pieces += byte_ranges.size(member, byte_ranges.runs(member, [(start, end)]))
-    return whole, groups, pieces
+        for at, length in byte_ranges.ranges(member, byte_ranges.runs(member, [(start, end)])):
+            blocks |= {(sample.id, block) for block in range(at // size, (at + length - 1) // size + 1)}
+    return whole, groups, size * len(blocks)
