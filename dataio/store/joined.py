@@ -103,6 +103,8 @@ class JoinedList:
         self.objects = tuple(objects)
         self.starts = [0, *itertools.accumulate(one.size for one in self.objects)]
         self.size = self.starts.pop()
+        self.is_local: bool | None = None
+        """Whether all objects are in local folders. None until `JoinedObjects.is_local` finds out."""
 
     def find(self, offset: int) -> tuple[JoinedObject, int]:
         """Return the object that holds the byte `offset` of the shard, and its offset in that object."""
@@ -265,6 +267,14 @@ class JoinedObjects(Store):
             threads, self._threads = self._threads, None
         if threads is not None:
             threads.shutdown()
+
+    def is_local(self, shard: str) -> bool:
+        """Return whether all objects of this shard are in local folders."""
+        listed = self.objects(shard)
+        if listed.is_local is None:
+            stores = {id(store): store for store, _ in (self._route(one.key) for one in listed.objects)}
+            listed.is_local = all(scheme_of(store.location.url) == "file" for store in stores.values())
+        return listed.is_local
 
     def describe_change(self, shard: str, offset: int) -> str:
         """Return how the object at this offset of the shard differs from the list, or "" if it does not."""
