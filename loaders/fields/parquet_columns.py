@@ -28,7 +28,8 @@ TABLE_BYTES = 256 * MIB
 """The most bytes of the chosen columns, in the file before compression and in memory."""
 _FOOTER_BYTES, _COLUMNS, _NAME_BYTES = 4 * MIB, 4096, 1 * MIB
 _MAGIC = b"PAR1"
-_MOST_PAGES = 100_000
+_PAGE_BYTES = 4096
+"""A page counts as at least this size, so the number of pages is bounded."""
 _ITEM_BYTES = 8
 
 Array = npt.NDArray[Any]
@@ -60,6 +61,8 @@ def read_columns(data: memoryview, names: Collection[str], what: str = "the file
                     f"{what} has no column {name!r:.80}, or several", hint=f"it has {listed(known.names)}"
                 )
             _check_type(known.field(name).type, reader.metadata.num_rows, f"{what} has a column {name!r:.80}")
+            if below := [other for other in known.names if other.startswith(f"{name}.")]:
+                raise UnsupportedError(f"{what} has the columns {name!r:.80} and {below[0]!r:.80}", hint="rename one")
         for number in arrow.leaf_columns(reader.metadata, names):
             _check_chunks(data, reader.metadata, number, what)
         table = reader.read(columns=names)
@@ -115,9 +118,11 @@ def _check_chunks(data: memoryview, metadata: Any, column: int, what: str) -> No
         if not 0 <= start <= end <= len(data):
             raise CorruptionError(f"{what} is damaged: a column lies outside the file")
         for page in _pages(data[start:end], what):
-            total += max(page.unpacked, _ITEM_BYTES * page.values)
-    if max(total, _ITEM_BYTES * rows) > TABLE_BYTES:
-        raise _too_large(f"{what} has a column", max(total, _ITEM_BYTES * rows))
+            total += max(page.unpacked, _ITEM_BYTES * page.values, _PAGE_BYTES)
+            if total > TABLE_BYTES:
+                raise _too_large(f"{what} has a column", total)
+    if _ITEM_BYTES * rows > TABLE_BYTES:
+        raise _too_large(f"{what} has a column", _ITEM_BYTES * rows)
 
 
 def _values(column: Any, name: str, what: str) -> Array:
@@ -163,9 +168,7 @@ _DEPTH = 16
 def _pages(chunk: memoryview, what: str) -> Iterator[_Page]:
     """The headers of the pages of a column chunk."""
     at = 0
-    for _ in range(_MOST_PAGES):
-        if at >= len(chunk):
-            return
+    while at < len(chunk):
         header = _Header(chunk, at)
         try:
             page = header.page()
@@ -175,7 +178,6 @@ def _pages(chunk: memoryview, what: str) -> Iterator[_Page]:
             raise CorruptionError(f"{what} is damaged: a page has a negative size")
         at = header.at + page.packed
         yield page
-    raise UnsupportedError(f"{what} has more than {_MOST_PAGES:,} pages in a column")
 
 
 class _Header:

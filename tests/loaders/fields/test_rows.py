@@ -259,6 +259,9 @@ def test_few_columns_of_many_are_read() -> None:
     many = parquet({f"c{n}": np.arange(10) for n in range(300)} | {"observation.state": LISTS, "observation": LISTS})
     field = Rows("r.parquet", "observation.state", like="front", rate=5)
     assert np.array_equal(field.decode(given_input(field, many, 0, 200)), VALUES[:2])
+    field = Rows("r.parquet", "observation", like="front", rate=5)
+    with pytest.raises(UnsupportedError, match=r"has the columns 'observation' and 'observation\.state'"):
+        field.decode(given_input(field, many, 0, 200))
 
 
 @settings(derandomize=True, max_examples=300)
