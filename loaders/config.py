@@ -65,6 +65,20 @@ _OTHER_NAMES = {
     "seconds": "window=Window(seconds)",
 }
 """Names that other libraries use, and the arguments of this library that replace them."""
+_NOT_NEEDED = {
+    "batch_sampler": "shuffle=, drop_last= and seed= make the order; buckets= make batches of one shape",
+    "collate_fn": "the loader makes the batches: transform= changes each sample, and Loader has collate= for its entries",
+    "generator": "seed= makes the order and all random numbers",
+    "multiprocessing_context": "num_threads= is the number of threads; decode_in_subprocess=True decodes in processes",
+    "persistent_workers": "the threads of num_threads= stay between epochs",
+    "pin_memory": 'with CUDA, batches are in pinned memory; device="pinned" requires it, and device="cuda" copies them',
+    "resampled": "every sample is delivered once in each epoch; weights of a Mixture repeat samples",
+    "sampler": "shuffle= and seed= make the order; the weights of a Mixture or a view of Dataset.where choose samples",
+    "shuffle_buffer": "shuffle=True shuffles the whole dataset without a buffer",
+    "worker_init_fn": "transform= gets a generator that is seeded for each sample; it is called in num_threads= threads",
+}
+"""Arguments of other libraries that no single argument of this library replaces, and what to use instead."""
+_NOT_NEEDED |= {"buffer_size": _NOT_NEEDED["shuffle_buffer"], "shuffle_buffer_size": _NOT_NEEDED["shuffle_buffer"]}
 _log = get_logger(__name__)
 
 
@@ -290,7 +304,10 @@ def configured_by(
             name = type(self).__name__
             for argument in kwargs:
                 if argument not in signature.parameters:
-                    suggestion = did_you_mean(argument, signature.parameters, _OTHER_NAMES)
+                    instead = _NOT_NEEDED.get(argument)
+                    suggestion = (
+                        f"; {instead}" if instead else did_you_mean(argument, signature.parameters, _OTHER_NAMES)
+                    )
                     raise TypeError(f"{name}() has no argument {argument!r}{suggestion}")
             try:
                 signature.bind(*args, **kwargs)
