@@ -5,7 +5,7 @@
 the Trainer. Each `checkpoint-<step>` folder also has `headrace_loader_<rank>.json`, the position of the loader. For
 checkpoints in a repository, use `RepositoryTrainer`, which is a `LoaderTrainer`.
 
-To train with another Trainer, derive from both, this one first: `class Mine(LoaderTrainer, SFTTrainer): pass`.
+To train with another Trainer, derive from both, this one first: `class Mine(LoaderTrainer, Seq2SeqTrainer): pass`.
 
 Invariant: batches that were trained on are not read again after a resume. Data other than a loader is handled by the
 Trainer as usual.

@@ -40,17 +40,18 @@ class Net(torch.nn.Module):
         return {"loss": self.layer(latent).square().mean()}
 
 
+SETTINGS: dict[str, Any] = {
+    "save_steps": 2,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+}
+
+
 def arguments(folder: Path, steps: int, **options: Any) -> TrainingArguments:
-    settings = {
-        "max_steps": steps,
-        "save_steps": 2,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-    }
-    return TrainingArguments(str(folder / "out"), **(settings | options))
+    return TrainingArguments(str(folder / "out"), max_steps=steps, **(SETTINGS | options))
 
 
 def train(

@@ -174,3 +174,17 @@ def test_a_plain_trainer_is_told_what_to_use(url: str, tmp_path: Path, caplog: p
 class Lenient(trainer_run.Net):
     def forward(self, latent: Any, key: list[str], **_: Any) -> Any:
         return super().forward(latent, key)
+
+
+def test_another_trainer_trains_on_a_loader_by_inheritance(
+    url: str, unbroken: tuple[list[list[str]], Any], tmp_path: Path
+) -> None:
+    class Mine(LoaderTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc, unused-ignore, name-defined]
+        pass
+
+    for steps in (2, 4):
+        how = transformers.Seq2SeqTrainingArguments(str(tmp_path / "out"), **trainer_run.SETTINGS, max_steps=steps)
+        with latent_loader(url) as loader:
+            trainer = Mine(trainer_run.Net(tmp_path / "seen"), how, train_dataset=loader)
+            trainer.train(resume_from_checkpoint=steps > 2 or None)
+    assert seen(tmp_path) == unbroken[0][:4]
