@@ -1,7 +1,7 @@
 """The states of a step's objects that are JSON: positions of loaders, schedulers, counters.
 
 Purpose: `headrace ckpt state` prints such a state, and `headrace samples --checkpoint` uses the position of a loader.
-Invariant: only a manifest is read, no tensor. Nothing is unpickled or imported, and torch is not needed.
+Invariant: only the manifest of one rank is read, and no tensor. Nothing is unpickled or imported, and torch is not needed.
 Failure behaviour: `NotFoundError` for a run, step, rank or name that does not exist lists those that do.
 """
 
@@ -12,12 +12,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from headrace.checkpoint.repository import check
+from headrace.checkpoint.repository import check, fetch
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.tree import DCP_MARK, StatefulNode, join
 from headrace.dataio.core.errors import NotFoundError
+from headrace.dataio.core.limits import counted
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
@@ -55,13 +55,15 @@ def object_states(url: str | os.PathLike[str] | Store, run: str, step: str = "la
     base = repository.find(url, run, check.step_of(step))
     if base is None:
         raise repository.missing(url, run)
-    manifests = open_step(url, run, base).manifests
-    if not 0 <= rank < len(manifests):
+    sealed = fetch.sealed(url, run, base)
+    ranks = sealed.attempt.world_size
+    if not 0 <= rank < ranks:
         raise NotFoundError(
-            f"step {base.step} of run {run} was saved by {len(manifests)} ranks, so there is no rank {rank}",
-            hint=f"give a rank from 0 to {len(manifests) - 1}",
+            f"step {base.step} of run {run} was saved by {counted(ranks, 'rank')}, so there is no rank {rank}",
+            hint=f"give a rank from 0 to {ranks - 1}",
         )
-    return dict(_objects(_nested(tree.decode(manifests[rank].tree)), ""))
+    document = tree.decode(fetch.manifest_of_rank(url, sealed, rank).tree)
+    return dict(_objects(_nested(document), ""))
 
 
 def object_state(states: Mapping[str, Any], name: str | None = None, what: str = "state that is JSON") -> Any:

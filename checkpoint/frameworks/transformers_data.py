@@ -15,6 +15,7 @@ Failure behaviour:
 - `UsageError`, before the first step, for `ignore_data_skip` in a resumed training and for `auto_find_batch_size`.
 - `UsageError` if the model's `forward` takes no entry of a batch (`remove_unused_columns`).
 - `UnsupportedError`, before the first step, for a Headrace loader in a `DataLoader` that prefetches or has workers.
+- `UnsupportedError` for a Headrace loader as the dataset of an evaluation or a prediction.
 - `NotFoundError` for a checkpoint without a position, and `MismatchError` if the position is that of other data.
 """
 
@@ -61,6 +62,17 @@ class LoaderTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if is_loader(self.train_dataset):
             return self.train_dataset
         return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Return the Trainer's DataLoader. A Headrace loader raises `UnsupportedError`."""
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        _refuse_evaluation(self.eval_dataset[chosen] if isinstance(chosen, str) else chosen)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """Return the Trainer's DataLoader. A Headrace loader raises `UnsupportedError`."""
+        _refuse_evaluation(test_dataset)
+        return super().get_test_dataloader(test_dataset)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         loader = loader_in(train_dataloader)
@@ -127,6 +139,14 @@ def _check_arguments(args: Any, *, resumes: bool) -> None:
         )
     if args.dataloader_num_workers:
         warn_once(_log, "dataloader_num_workers has no effect on a Headrace loader, which has num_threads=", "job")
+
+
+def _refuse_evaluation(data: Any) -> None:
+    if is_loader(data):
+        raise UnsupportedError(
+            "Trainer.evaluate averages losses as if all batches had eval_batch_size samples, and a loader's last one may not",
+            hint="evaluate in your own loop over a loader with evaluate=True, such as in a callback",
+        )
 
 
 def is_loader(data: Any) -> bool:

@@ -64,7 +64,7 @@ def test_the_command_prints_one_state(repository: str, capsys: pytest.CaptureFix
         (["--run", "exp42", "--step", "15"], "has no step 15; its newest steps are 20, 10"),
         (["--run", "exp42", "--name", "loadr"], "no state that is JSON called 'loadr'; there are: loader, objects/0"),
         (["--run", "exp42"], "more than one state that is JSON: loader, objects/0"),
-        (["--run", "exp42", "--rank", "1"], "saved by 1 ranks, so there is no rank 1"),
+        (["--run", "exp42", "--rank", "1"], "saved by 1 rank, so there is no rank 1"),
         (["--run", "exp42", "--step", "tag:best"], "best"),
         ([], "state needs --run"),
     ],

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 accelerate = pytest.importorskip("accelerate")
 
+from headrace.dataio.cli import main  # noqa: E402
 from headrace.dataio.core.errors import UsageError  # noqa: E402
 from tests.support import accelerate_run, nursery  # noqa: E402
 from tests.support.latents import latent_loader, latents_url  # noqa: E402
@@ -94,6 +95,16 @@ def test_two_ranks_share_each_batch_and_resume_as_two_and_as_one(
     assert both == keys[:8]
     accelerate_run.train(url, tmp_path, 10, kind)
     assert seen(tmp_path)[8:] == keys[8:10]
+
+
+def test_the_samples_of_a_step_are_listed(
+    url: str, unbroken: tuple[list[list[str]], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerate_run.train(url, tmp_path, 8, "repository")
+    checkpoint = ["--checkpoint", str(tmp_path / "repository"), "--run", "exp", "--step", "6"]
+    assert main(["samples", url, "--trust-mounts", *checkpoint]) == 0
+    keys = [line.split("\t")[-1] for line in capsys.readouterr().out.splitlines()]
+    assert keys == [key for batch in unbroken[0][:6] for key in batch]
 
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {

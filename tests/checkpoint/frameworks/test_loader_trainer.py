@@ -13,7 +13,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from headrace.checkpoint.frameworks.transformers import LoaderTrainer  # noqa: E402
-from headrace.dataio.core.errors import CorruptionError, MismatchError, NotFoundError, UsageError  # noqa: E402
+from headrace.dataio.core.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError, UsageError  # noqa: E402
 from tests.support import nursery, trainer_run  # noqa: E402
 from tests.support.latents import latent_loader, latents_url  # noqa: E402
 from tests.support.ranks import launch  # noqa: E402
@@ -188,3 +188,31 @@ def test_another_trainer_trains_on_a_loader_by_inheritance(
             trainer = Mine(trainer_run.Net(tmp_path / "seen"), how, train_dataset=loader)
             trainer.train(resume_from_checkpoint=steps > 2 or None)
     assert seen(tmp_path) == unbroken[0][:4]
+
+
+def test_epochs_end_where_those_of_the_loader_end(
+    url: str, unbroken: tuple[list[list[str]], Any], tmp_path: Path
+) -> None:
+    for resume in (False, True):
+        options: dict[str, Any] = {"num_train_epochs": 1 + resume, "save_strategy": "epoch"}
+        trainer_run.train(url, tmp_path, -1, resume=resume, **options)
+    assert seen(tmp_path) == unbroken[0][:12]
+
+
+def test_options_of_accelerate_do_not_split_batches(
+    url: str, unbroken: tuple[list[list[str]], Any], tmp_path: Path
+) -> None:
+    trainer_run.train(url, tmp_path, 2, resume=False)
+    options = {"accelerator_config": {"dispatch_batches": True, "split_batches": True}, "dataloader_num_workers": 2}
+    trainer_run.train(url, tmp_path, 5, resume=True, **options)
+    assert seen(tmp_path) == unbroken[0][:5]
+
+
+def test_a_loader_is_not_evaluated_by_the_trainer(url: str, tmp_path: Path) -> None:
+    with latent_loader(url, evaluate=True) as loader:
+        how = trainer_run.arguments(tmp_path, 2)
+        trainer = LoaderTrainer(trainer_run.Net(tmp_path / "seen"), how, eval_dataset={"small": loader})
+        for evaluate in (trainer.evaluate, lambda: trainer.predict(loader)):
+            with pytest.raises(UnsupportedError, match="averages losses as if all batches") as caught:
+                evaluate()
+            assert "evaluate=True" in caught.value.hint
