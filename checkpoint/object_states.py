@@ -132,11 +132,11 @@ def _nested(document: object) -> object:
         return nested
     for name, value in values.items():
         path = paths.get(name)
-        if not isinstance(path, tuple) or not path or not all(isinstance(part, str | int) for part in path):
+        if not isinstance(path, tuple) or not 0 < len(path) <= tree.MAX_DEPTH:
             path = (name,)
         inner: Any = nested
-        for part in path[:-1]:
+        for part in map(str, path[:-1]):
             inner = inner.setdefault(part, {}) if isinstance(inner, dict) else None
         if isinstance(inner, dict):
-            inner[path[-1]] = value
+            inner[str(path[-1])] = value
     return nested

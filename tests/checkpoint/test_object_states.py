@@ -14,6 +14,7 @@ import torch
 
 from headrace.checkpoint import RNG, Checkpointer
 from headrace.checkpoint.object_states import object_state, object_states
+from headrace.checkpoint.state.tree import DCP_MARK
 from headrace.dataio.cli import main
 from headrace.dataio.core.errors import NotFoundError
 
@@ -101,3 +102,14 @@ def test_states_of_a_step_that_dcp_saved_have_their_paths_too(tmp_path: Path) ->
     state = {"loader": Counter(seed=1, batch=7, order=["a", 2]), "weight": torch.zeros(3)}
     dcp.save(state, storage_writer=RepositoryWriter(str(tmp_path / "ckpt"), run="exp42", step=7), no_dist=True)
     assert object_states(tmp_path / "ckpt", "exp42")["loader"] == {"seed": 1, "batch": 7, "order": ["a", 2]}
+
+
+@pytest.mark.parametrize(
+    "path", [(), "loader", ("a",) * 10_000, ("loader", ("a", "b")), ("b", "c"), 7], ids=lambda path: str(path)[:20]
+)
+def test_a_strange_path_in_a_step_of_dcp_is_read_without_harm(tmp_path: Path, path: Any) -> None:
+    values = {"b": 1, "x": {"seed": 2}, "a": {"c": 3}}
+    document = {"by": DCP_MARK, "values": values, "paths": {"b": ("b",), "x": path}, "tensors": {}}
+    with Checkpointer(tmp_path, run="exp42", sidecar=None) as checkpointer:
+        checkpointer.save(1, document).result(timeout=60)
+    assert object_states(tmp_path, "exp42")["a"] == {"c": 3}
