@@ -203,7 +203,10 @@ def test_options_of_accelerate_do_not_split_batches(
     url: str, unbroken: tuple[list[list[str]], Any], tmp_path: Path
 ) -> None:
     trainer_run.train(url, tmp_path, 2, resume=False)
-    options = {"accelerator_config": {"dispatch_batches": True, "split_batches": True}, "dataloader_num_workers": 2}
+    options: dict[str, Any] = {
+        "accelerator_config": {"dispatch_batches": True, "split_batches": True},
+        "dataloader_num_workers": 2,
+    }
     trainer_run.train(url, tmp_path, 5, resume=True, **options)
     assert seen(tmp_path) == unbroken[0][:5]
 
