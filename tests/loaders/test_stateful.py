@@ -135,6 +135,12 @@ def test_a_stateful_dataloader_keeps_the_state_that_the_loader_alone_has(latents
         assert seen + [batch["key"] for batch in take(second, 8)] == whole + [batch["key"] for batch in take(alone, 8)]
 
 
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0), torch.device("cpu")], ids=str)
+def test_the_cpu_may_have_a_number(latents: str, device: Any) -> None:
+    with latent_loader(latents, device=device) as loader:
+        assert next(iter(loader))["latent"].device == torch.device("cpu")
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_stateful_dataloader_goes_on_with_the_next_epoch_after_a_finished_one(latents: str) -> None:
     with latent_loader(latents) as alone, latent_loader(latents) as inner, latent_loader(latents) as resumed:
