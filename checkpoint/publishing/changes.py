@@ -26,6 +26,7 @@ from headrace.checkpoint.publishing.updates import Update, UpdateRow
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES, TensorBlocks, Weights
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.restoring.saved_step import SavedStep
+from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.store.base import Store
 
@@ -163,6 +164,7 @@ def from_step(
     changed: Mapping[str, Sequence[int]] | None,
     *,
     at_once: bool,
+    clock: Clock,
 ) -> PreparedChanges:
     """Read the changed blocks from the step, and verify them.
 
@@ -170,7 +172,7 @@ def from_step(
     """
     prepared = PreparedChanges(at_once=at_once)
     with ExitStack() as stack:
-        step = SavedStep(store, stack.enter_context(chunk_reader.LeasedStep(store, record.run, record.base)), 0)
+        step = SavedStep(store, stack.enter_context(chunk_reader.LeasedStep(store, record.run, record.base, clock)), 0)
         choice = Choice(record.include, record.exclude, record.dtype)
         tensors = {tensor.name: tensor for tensor in published_tensors(step, choice)[1]}
         for name, target in targets.items():

@@ -128,7 +128,7 @@ def publish(
         comparison = _Comparison(tensors, old, held)
         update = None
         if old:
-            update = store_update(store, name, comparison.changes())
+            update = store_update(store, name, comparison.changes(), clock)
         else:
             comparison.only_digests()
         weights = store_weights(store, name, comparison.weights())
@@ -306,8 +306,8 @@ def _delete_old(store: Store, newest: Published, clock: Clock) -> None:
         orphaned = clock.time() - records.ORPHAN_SECONDS
         keys += [info.key for info in others if info.key not in kept and info.modified < orphaned]
         for tag in tag_records.listed(store):
-            number = records.number_of_tag(newest.name, tag)
-            if number is not None and (number < newest.number - 1 or (number <= newest.number and tag not in kept)):
+            of_tag = records.number_of_tag(newest.name, tag)
+            if of_tag is not None and (of_tag < newest.number - 1 or (of_tag <= newest.number and tag not in kept)):
                 keys.append(tag_records.key_of(tag))  # no other process moves this tag
         store.delete_many(keys)
     except HeadraceError as error:

@@ -78,7 +78,7 @@ class Subscriber:
             raise UsageError(f"poll is {poll!r}", hint="give seconds, more than 0")
         self._owns_store = not isinstance(url, Store)
         self.store = url if isinstance(url, Store) else open_store(url, storage_options=storage_options)
-        self.name, self._poll, self._clock = name, poll, clock
+        self.name, self._poll, self.clock = name, poll, clock
         self._held: tuple[Published, Weights] | None = None
 
     @property
@@ -104,12 +104,12 @@ class Subscriber:
         Raises:
             DeadlineError: There is none within `timeout`.
         """
-        until = None if timeout is None else self._clock.monotonic() + timeout
+        until = None if timeout is None else self.clock.monotonic() + timeout
         while (version := self.newest()) is None:
-            remaining = self._poll if until is None else min(self._poll, until - self._clock.monotonic())
+            remaining = self._poll if until is None else min(self._poll, until - self.clock.monotonic())
             if remaining <= 0:
                 raise DeadlineError(f"no new version of {self.name} within {timeout:g} s")
-            self._clock.sleep(remaining)
+            self.clock.sleep(remaining)
         return version
 
     def held(self) -> tuple[Published, Weights] | None:
@@ -138,12 +138,12 @@ class NewVersion:
     Attributes:
         number (int): The number of the version.
         parent (int | None): The version that the tensors hold; None before the first.
-        run (str), step (int): The step.
+        run (str), step (int), attempt (str): The step.
     """
 
     def __init__(self, subscriber: Subscriber, record: Published) -> None:
         self._subscriber, self._record, held = subscriber, record, subscriber.held()
-        self.number, self.run, self.step = record.number, record.run, record.step
+        self.number, self.run, self.step, self.attempt = record.number, record.run, record.step, record.attempt
         self._weights = load_weights(subscriber.store, record)
         self._held = held
         self.parent = held[0].number if held else None
@@ -185,7 +185,9 @@ class NewVersion:
                 _log.warning("version %s of %s is read from its step: %s", self.number, self._record.name, error)
                 if isinstance(error, OtherContentError):
                     changed = None
-        return from_step(store, self._record, targets, changed, at_once=self._held is None)
+        return from_step(
+            store, self._record, targets, changed, at_once=self._held is None, clock=self._subscriber.clock
+        )
 
     def _find_chain(self) -> list[tuple[Update, Weights]] | None:
         """The updates from the held version to this one; None if one is missing, or the step is fewer bytes."""

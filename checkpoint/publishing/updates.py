@@ -19,6 +19,7 @@ from blake3 import blake3
 from headrace.checkpoint.format import names
 from headrace.checkpoint.publishing.records import Published, Stored, folder
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES, MAX_TABLE_BYTES, Weights
+from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.store.base import Store
@@ -45,7 +46,7 @@ EncodedBlock = tuple[int, int, int, bytes]
 """Tensor, block, how it is stored, and its bytes."""
 
 
-def store_update(store: Store, name: str, blocks: Iterable[EncodedBlock]) -> Stored:
+def store_update(store: Store, name: str, blocks: Iterable[EncodedBlock], clock: Clock) -> Stored:
     """Store an update of the published `name`. `blocks` are encoded while others are uploaded."""
     rows, end, table = list[UpdateRow](), 0, b""
 
@@ -58,7 +59,7 @@ def store_update(store: Store, name: str, blocks: Iterable[EncodedBlock]) -> Sto
         table = zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(rows))
         yield table
 
-    key = f"update-{names.new_id()}"
+    key = f"update-{names.new_id(clock)}"
     size = store.put_multipart(f"{folder(name)}{key}", parts())
     return Stored(key, size, blake3(table).hexdigest(), end)
 

@@ -29,7 +29,7 @@ class Trainer:
         self.step += 1
         with torch.no_grad():
             for tensor in self.model.parameters():
-                tensor += (torch.rand(tensor.shape) < share) * 0.01
+                tensor.add_((torch.rand(tensor.shape) < share) * 0.01)
             self.model.get_buffer("count").fill_(self.step)
 
     def save(self) -> int:
