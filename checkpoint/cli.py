@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.checkpoint import cli_publish
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
@@ -43,7 +44,7 @@ _HELP = {
 }
 
 
-_NEED_RUN = {"show", "retain", "tag"}
+_NEED_RUN = {"show", "retain", "tag", "publish"}
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
@@ -84,6 +85,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     for action in (listing, checking):
         _add_common(action)
     add(actions, _add_common)
+    cli_publish.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -262,4 +264,5 @@ COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     "tag": _tag,
     "untag": _untag,
     "tags": _tags,
+    **cli_publish.COMMANDS,
 }

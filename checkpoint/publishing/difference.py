@@ -69,7 +69,7 @@ def encode(new: Bytes, old: Bytes, item: int) -> tuple[int, bytes]:
     """Return (how, bytes) of the smallest form of the change from `old` to `new`, which have the same length."""
     item = min(item, 8)  # an element of 16 bytes counts as two
     difference = new.view(_UINT[item]) ^ old.view(_UINT[item])
-    positions = np.flatnonzero(difference)
+    positions = np.flatnonzero(difference != 0)  # of bools it is five times as fast
     share = len(positions) / max(len(difference), 1)
     best: tuple[int, bytes] = (WHOLE, b"")
     size = _WORTH * len(new)

@@ -17,13 +17,10 @@ update.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-
-import numpy as np
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import digest
@@ -31,9 +28,9 @@ from headrace.checkpoint.format.documents import Base, this_process
 from headrace.checkpoint.publishing import records
 from headrace.checkpoint.publishing.difference import WHOLE, Bytes, encode
 from headrace.checkpoint.publishing.records import Published
-from headrace.checkpoint.publishing.source import Choice, PublishedTensor, published_tensors
+from headrace.checkpoint.publishing.source import Choice, PublishedTensor, blocks_of, published_tensors
 from headrace.checkpoint.publishing.updates import EncodedBlock, store_update
-from headrace.checkpoint.publishing.weights import BLOCK_BYTES, TensorBlocks, Weights, load_weights, store_weights
+from headrace.checkpoint.publishing.weights import TensorBlocks, Weights, load_weights, store_weights
 from headrace.checkpoint.repository import tag_records, tags
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.restoring.saved_step import SavedStep
@@ -67,16 +64,16 @@ class Held:
     def __init__(self, limit: int = HELD_BYTES) -> None:
         self.limit = limit
         self._version: tuple[str, int] | None = None
-        self._tensors: dict[str, Bytes] = {}
+        self._tensors: dict[str, list[Bytes]] = {}
 
-    def of(self, record: Published | None) -> dict[str, Bytes]:
-        """The tensors of a version by name; empty if they are not held."""
+    def of(self, record: Published | None) -> dict[str, list[Bytes]]:
+        """The blocks of the tensors of a version by name; empty if they are not held."""
         return (
             self._tensors if record and self._version == (record.attempt + record.weights.digest, record.number) else {}
         )
 
-    def keep(self, record: Published, tensors: dict[str, Bytes]) -> None:
-        """Keep the tensors of a version in place of the earlier one."""
+    def keep(self, record: Published, tensors: dict[str, list[Bytes]]) -> None:
+        """Keep the blocks of a version in place of those of the earlier one."""
         self._version, self._tensors = (record.attempt + record.weights.digest, record.number), tensors
 
 
@@ -198,11 +195,11 @@ class _OldVersion:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def blocks(self, tensor: TensorBlocks) -> Iterator[Bytes]:
-        """The blocks of a tensor of this version."""
-        if (data := self._held.get(tensor.name)) is not None:
-            return (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
-        return self._tensors[tensor.name].blocks()
+    def blocks(self, names: Sequence[str]) -> Iterator[Bytes]:
+        """The blocks of these tensors, one after the other."""
+        if self._held:
+            return (block for name in names for block in self._held.get(name, ()))
+        return (block for _, block in blocks_of([self._tensors[name] for name in names]))
 
 
 class _Comparison:
@@ -212,7 +209,7 @@ class _Comparison:
         nbytes: bytes of all tensors.
         changed_bytes: bytes of the blocks that changed.
         stored_bytes: bytes of these blocks in the update.
-        kept: the new tensors, if they are not larger than the limit of `held`.
+        kept: the blocks of the new tensors, if they are not larger than the limit of `held`.
     """
 
     def __init__(self, tensors: list[PublishedTensor], old: _OldVersion | None, held: Held) -> None:
@@ -221,7 +218,7 @@ class _Comparison:
         self.changed_bytes = self.stored_bytes = 0
         self._digests: list[list[bytes]] = [[] for _ in tensors]
         self._keeps = self.nbytes <= held.limit
-        self.kept: dict[str, Bytes] = {}
+        self.kept: dict[str, list[Bytes]] = {}
 
     def changes(self) -> Iterator[EncodedBlock]:
         """Yield the changed blocks, encoded. Threads encode the next blocks meanwhile."""
@@ -247,20 +244,22 @@ class _Comparison:
 
     def _pairs(self) -> Iterator[tuple[int, int, Bytes, Bytes | None, bytes, int]]:
         """Yield each block with the old one: tensor, block, new and old bytes, old digest, bytes of an element."""
-        old_tensors = self._old.weights.by_name if self._old else {}
-        for number, tensor in enumerate(self._tensors):
-            form = TensorBlocks(tensor.name, name_of(tensor.dtype), tuple(tensor.lazy.shape), b"")
-            old = old_tensors.get(tensor.name)
-            if old is None or not old.same_form(form):
-                old = None
-            old_blocks: Iterable[Bytes | None] = self._old.blocks(old) if old and self._old else itertools.repeat(None)
-            whole = np.empty(tensor.nbytes, np.uint8) if self._keeps else None
-            for block, (new, before) in enumerate(zip(tensor.blocks(), old_blocks, strict=False)):
-                if whole is not None:
-                    whole[block * BLOCK_BYTES : block * BLOCK_BYTES + len(new)] = new
-                yield number, block, new, before, old.digest_of(block) if old else b"", form.item
-            if whole is not None:
-                self.kept[tensor.name] = whole
+        forms = [TensorBlocks(t.name, name_of(t.dtype), tuple(t.lazy.shape), b"") for t in self._tensors]
+        before = {form.name: self._old_form(form) for form in forms}
+        old_blocks = self._old.blocks([name for name, old in before.items() if old]) if self._old else iter(())
+        block, current = 0, -1
+        for number, new in blocks_of(self._tensors):
+            block, current = (block + 1 if number == current else 0), number
+            form = forms[number]
+            old = before[form.name]
+            if self._keeps:
+                self.kept.setdefault(form.name, []).append(new)
+            yield number, block, new, next(old_blocks) if old else None, old.digest_of(block) if old else b"", form.item
+
+    def _old_form(self, form: TensorBlocks) -> TensorBlocks | None:
+        """The old tensor of this name, if it has the same dtype and shape."""
+        old = self._old.weights.by_name.get(form.name) if self._old else None
+        return old if old and old.same_form(form) else None
 
 
 _Compared = tuple[bytes, tuple[int, bytes, int] | None]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,19 +56,8 @@ class PublishedTensor:
         return math.prod(self.lazy.shape) * self.dtype.itemsize
 
     def blocks(self) -> Iterator[Bytes]:
-        """All blocks, in order. Each is a view of memory that is not used again."""
-        rest = np.empty(0, np.uint8)
-        for piece in self._pieces():
-            data = np.concatenate([rest, piece]) if len(rest) else piece
-            whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
-            yield from (data[at : at + BLOCK_BYTES] for at in range(0, whole, BLOCK_BYTES))
-            rest = data[whole:]
-        if len(rest):
-            yield rest
-
-    def read(self) -> Bytes:
-        """All bytes."""
-        return _bytes_of(self.lazy.read(), self.dtype)
+        """All blocks, in order."""
+        return (data for _, data in blocks_of([self]))
 
     def read_blocks(self, numbers: Sequence[int]) -> Iterator[tuple[int, Bytes]]:
         """These blocks, in ascending order. Only the rows that hold them are read."""
@@ -87,7 +77,8 @@ class PublishedTensor:
         shape = self.lazy.shape
         return (shape[0], math.prod(shape[1:]) * self.dtype.itemsize) if len(shape) and self.nbytes else (0, 0)
 
-    def _pieces(self) -> Iterator[Bytes]:
+    def pieces(self) -> Iterator[Bytes]:
+        """All bytes, in runs of about `PIECE_BYTES`."""
         rows, row_bytes = self._rows()
         if not rows:
             yield _bytes_of(self.lazy.read(), self.dtype)
@@ -95,6 +86,30 @@ class PublishedTensor:
         step = max(1, PIECE_BYTES // row_bytes)
         for first in range(0, rows, step):
             yield _bytes_of(self.lazy[first : min(first + step, rows)], self.dtype)
+
+
+def blocks_of(tensors: Sequence[PublishedTensor]) -> Iterator[tuple[int, Bytes]]:
+    """Yield the blocks of all tensors, each with the number of its tensor. A thread reads one piece ahead."""
+    pieces = ((number, piece) for number, tensor in enumerate(tensors) for piece in tensor.pieces())
+    current, rest = -1, np.empty(0, np.uint8)
+    for number, piece in _one_ahead(pieces):
+        if number != current and len(rest):
+            yield current, rest
+            rest = rest[:0]
+        current, data = number, np.concatenate([rest, piece]) if len(rest) else piece
+        whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        yield from ((number, data[at : at + BLOCK_BYTES]) for at in range(0, whole, BLOCK_BYTES))
+        rest = data[whole:]
+    if len(rest):
+        yield current, rest
+
+
+def _one_ahead(pieces: Iterator[tuple[int, Bytes]]) -> Iterator[tuple[int, Bytes]]:
+    with ThreadPoolExecutor(1, "headrace-weights") as pool:
+        coming = pool.submit(next, pieces, None)
+        while (piece := coming.result()) is not None:
+            coming = pool.submit(next, pieces, None)
+            yield piece
 
 
 def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> Bytes:

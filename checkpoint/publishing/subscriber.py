@@ -157,7 +157,7 @@ class NewVersion:
         return self._changed_bytes()
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Bring the tensors to this version.
+        """Bring the tensors to this version: `prepare`, then `commit`.
 
         Args:
             tensors (Mapping[str, torch.Tensor]): The tensors by their published names, such as `model.state_dict()`. A
@@ -168,14 +168,28 @@ class NewVersion:
                 subscriber has applied another version since.
             NotFoundError, CorruptionError: The step was removed or is damaged.
         """
+        self.prepare(tensors).commit()
+
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> Prepared:
+        """Fetch, decode and verify the changes, and change nothing yet. The program may use the tensors meanwhile.
+
+        The first version of a subscriber is written at once.
+
+        Args:
+            tensors (Mapping[str, torch.Tensor]): As for `apply`.
+
+        Returns:
+            Prepared: Its `commit` changes the tensors, and makes no request.
+
+        Raises:
+            The errors of `apply`.
+        """
         if self._subscriber.held() is not self._held:
             raise UsageError("another version was applied meanwhile", hint="call wait() again")
-        targets = targets_of(self._weights, tensors)
-        prepared = self._prepare(targets)
-        prepared.commit()
-        self._subscriber.now_holds(self._record, self._weights)
+        changes = self._changes(targets_of(self._weights, tensors))
+        return Prepared(self._subscriber, self._record, self._weights, changes)
 
-    def _prepare(self, targets: Mapping[str, Target]) -> PreparedChanges:
+    def _changes(self, targets: Mapping[str, Target]) -> PreparedChanges:
         store = self._subscriber.store
         changed = self._weights.changed_blocks(self._held[1]) if self._held else None
         if self._chain is not None:
@@ -214,3 +228,22 @@ class NewVersion:
         changed = self._weights.changed_blocks(self._held[1])
         by_name = self._weights.by_name
         return sum(by_name[name].size_of(block) for name, blocks in changed.items() for block in blocks)
+
+
+class Prepared:
+    """Verified changes that wait for `commit`."""
+
+    def __init__(self, subscriber: Subscriber, record: Published, weights: Weights, changes: PreparedChanges) -> None:
+        self._subscriber, self._record, self._weights, self._changes = subscriber, record, weights, changes
+        self._held = subscriber.held()
+
+    def commit(self) -> None:
+        """Change the tensors. No other thread may use them meanwhile.
+
+        Raises:
+            UsageError: The subscriber has applied another version since; nothing was changed.
+        """
+        if self._subscriber.held() is not self._held:
+            raise UsageError("another version was applied meanwhile", hint="call wait() again")
+        self._changes.commit()
+        self._subscriber.now_holds(self._record, self._weights)
