@@ -34,6 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "workloads.checkpoint:checkpoint",
         "saves and restores, compared with torch.save and torch.distributed.checkpoint",
     ),
+    "publish": ("workloads.publish:publish", "new weights for a subscriber, compared with safetensors files"),
     "sidecar": ("workloads.sidecar:sidecar", "throughput, latency and memory of the node's daemon"),
     "simulate": ("workloads.simulate:simulate", "a model of 8 to 16,384 GPUs: reading, checkpoints, goodput"),
     "report": ("core.report:report", "Markdown tables of results files"),

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.checkpoint import object_states
+from headrace.checkpoint import cli_publish, object_states
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
@@ -45,7 +45,7 @@ _HELP = {
 }
 
 
-_NEED_RUN = {"show", "state", "retain", "tag"}
+_NEED_RUN = {"show", "state", "retain", "tag", "publish"}
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
@@ -92,6 +92,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     for action in (listing, checking):
         _add_common(action)
     add(actions, _add_common)
+    cli_publish.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -279,4 +280,5 @@ COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     "tag": _tag,
     "untag": _untag,
     "tags": _tags,
+    **cli_publish.COMMANDS,
 }
