@@ -118,21 +118,6 @@ def test_the_statistics_on_ray_are_those_of_one_process(folder: Path, results: d
         assert results["info"]["samples"] == 8
 
 
-def test_indexing_files_on_ray_makes_the_dataset_that_one_process_makes(
-    folder: Path, results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(file_units, "UNIT_OBJECTS", 4)
-    with (
-        index(folder / "in", folder / "local" / "files", workers=1) as local,
-        Dataset(folder / "ray" / "files", trust_mounts=True) as by_ray,
-    ):
-        assert len(local.document.shards) == 4
-        assert by_ray.document.shards == local.document.shards
-        assert by_ray.document.index == local.document.index
-        assert by_ray.document.mounts == local.document.mounts
-        assert [by_ray.read(s, "wav") for s in by_ray] == [local.read(s, "wav") for s in local]
-
-
 def test_verifying_on_ray_needs_a_journal_that_all_machines_can_write(folder: Path) -> None:
     with pytest.raises(UsageError, match="needs a journal"):
         verify(folder / "local" / "packed", engine="ray", workers=1)
