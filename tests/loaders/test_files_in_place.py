@@ -161,10 +161,11 @@ def long_clips(films: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         stream: Any = None
         for repetition in range(8):
             with av.open(str(films / "clips" / "front-mp4.mp4")) as source:
-                video = source.streams.video[0]
+                video: Any = source.streams.video[0]
                 stream = stream or output.add_stream_from_template(video)
                 shift = repetition * round(long_media.FRAMES / 25 / video.time_base)
-                for packet in source.demux(video):
+                packets: Any = source.demux(video)
+                for packet in packets:
                     if packet.size:
                         packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
                         packet.stream = stream
