@@ -242,7 +242,7 @@ class _EpisodeReporter(InputReporter):
         super().__init__(Gathered((), plan.missing, ()), strict, None)
         self._report = progress
         self._episodes = sum(unit.count for unit in plan.units)
-        self._total = sum(unit.bytes for unit in plan.units)
+        self._total = sum(unit.size for unit in plan.units)
 
     def step(self, done: Done) -> None:
         """Add finished episodes."""

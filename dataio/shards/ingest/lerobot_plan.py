@@ -59,7 +59,7 @@ class LeRobotUnit(Unit, frozen=True, kw_only=True):
         return _decode(data)
 
     @property
-    def bytes(self) -> int:
+    def size(self) -> int:
         """The bytes of all files."""
         return sum(one.size for one in (*self.videos, *self.data))
 

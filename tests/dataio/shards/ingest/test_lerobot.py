@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -253,6 +254,8 @@ def test_episodes_are_divided_by_their_videos(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(lerobot_plan, "UNIT_ROWS", 1)
         assert len(plan(store).units) == 5
         assert plan(store) == plan(store)
+        sent = [msgspec.msgpack.decode(msgspec.msgpack.encode(unit), type=type(unit)) for unit in units]
+        assert sent == list(units)
         assert plan(store).name != plan(store, "other").name
 
 
