@@ -33,6 +33,7 @@ from headrace.dataio.shards.ingest.lerobot_episodes import Episode, read_episode
 from headrace.dataio.shards.ingest.lerobot_plan import LeRobotPlan, LeRobotUnit, lerobot_plan
 from headrace.dataio.shards.ingest.lerobot_samples import EpisodeSettings, key_of
 from headrace.dataio.shards.ingest.lerobot_units import lerobot_task
+from headrace.dataio.shards.ingest.linked_folder import open_source
 from headrace.dataio.shards.ingest.manifests import EXTENSIONS
 from headrace.dataio.shards.ingest.patterns import prefix_in
 from headrace.dataio.shards.ingest.plan import journal_of
@@ -51,7 +52,6 @@ from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.mounting import JOINED_MOUNT, mount_of
 from headrace.dataio.store.base import Store, path_of_url
 from headrace.dataio.store.mounts import PREFIX
-from headrace.dataio.store.open import open_store
 
 __all__ = ["LeRobotIndexer", "is_lerobot_source"]
 
@@ -71,12 +71,11 @@ def is_lerobot_source(sources: Sequence[str], source_options: Mapping[str, Any] 
         last = source.rpartition("/")[2]
         if set("*?[]{}") & set(source) or "::" in source or last.rpartition(".")[2].lower() in _FILES:
             return False
-    elif not os.path.isdir(_local(source)):
+    elif not os.path.isfile(os.path.join(_local(source), *INFO.split("/"))):
         return False
-    elif _is_linked(source):
-        return True  # `LeRobotIndexer` raises the error
-    with open_store(source, storage_options=_options(source, source_options)) as store:
-        return is_lerobot(store)
+    source_files = open_source(source, source_options)
+    with source_files.store:
+        return is_lerobot(source_files.named)
 
 
 class LeRobotIndexer:
@@ -86,15 +85,11 @@ class LeRobotIndexer:
     """
 
     def __init__(self, source: str, store: Store, options: FileOptions) -> None:
-        if not is_url(source) and _is_linked(source):
-            raise UsageError(
-                f"the files of {_local(source)} are symbolic links, and stores follow no links",
-                hint="download the data set into a folder (local_dir), or copy it with its links followed (cp -rL)",
-            )
         self._store, self._options, self._engine = store, options, find_engine(options.engine)
-        self._source = open_store(source, storage_options=_options(source, options.source_options))
+        self._files = open_source(source, options.source_options)
+        self._source = self._files.store
         try:
-            self._info = read_info(self._source)
+            self._info = read_info(self._files.named)
         except BaseException:
             self._source.close()
             raise
@@ -114,7 +109,7 @@ class LeRobotIndexer:
     def index(self, name: str | None) -> Indexed:
         """Make version 1."""
         started, store = time.monotonic(), self._store
-        plan = self._plan(read_episodes(self._source, self._info), follow=False)
+        plan = self._plan(read_episodes(self._files.named, self._info), follow=False)
         run, reporter = self._run(plan), _EpisodeReporter(plan, self._options.strict, self._options.progress)
         if history.list_versions(store):
             published = run.published()
@@ -187,7 +182,8 @@ class LeRobotIndexer:
             raise
 
     def _plan(self, episodes: Iterable[Episode], *, follow: bool) -> LeRobotPlan:
-        return lerobot_plan(self._source, self._info, episodes, [self._settings(0), follow])
+        settings = [self._settings(0), follow]
+        return lerobot_plan(self._files.named, self._info, episodes, settings, self._files.key)
 
     def _settings(self, first: int) -> EpisodeSettings:
         return EpisodeSettings(
@@ -217,7 +213,7 @@ class LeRobotIndexer:
         parts = tuple(replace(part, bitmap=None) for part in document.index)
         whole = replace(document, index=parts, samples=sum(part.rows for part in parts))
         index = OpenIndex(self._store, whole)
-        episodes = read_episodes(self._source, self._info)
+        episodes = read_episodes(self._files.named, self._info)
         while batch := {key_of(one): one for one in itertools.islice(episodes, _LOOKUPS)}:
             *_, missing = views.rows_with_keys(index, set(batch))
             yield from (one for key, one in batch.items() if key in missing)
@@ -274,12 +270,3 @@ def _no_report(skipped: tuple[Skipped, ...], seconds: float) -> PackReport:
 
 def _local(source: str) -> str:
     return path_of_url(source) if source.lower().startswith("file://") else source
-
-
-def _is_linked(source: str) -> bool:
-    """Return whether the folder has the files of a data set as symbolic links, like the cache of the Hub."""
-    return os.path.islink(os.path.join(_local(source), *INFO.split("/")))
-
-
-def _options(source: str, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return dict(options or {}) if "://" in source else {}

@@ -19,12 +19,13 @@ often downloaded in part. Errors of the metadata pass through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 
 import blake3
 import msgspec
 import zstandard
+from msgspec.structs import replace
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError
@@ -76,7 +77,13 @@ class LeRobotPlan(msgspec.Struct, frozen=True):
     missing: tuple[Skipped, ...]
 
 
-def lerobot_plan(store: Store, info: LeRobotInfo, episodes: Iterable[Episode], settings: object) -> LeRobotPlan:
+def lerobot_plan(
+    store: Store,
+    info: LeRobotInfo,
+    episodes: Iterable[Episode],
+    settings: object,
+    key_of: Callable[[str], str] = lambda name: name,
+) -> LeRobotPlan:
     """Divide the episodes into units.
 
     Args:
@@ -84,8 +91,9 @@ def lerobot_plan(store: Store, info: LeRobotInfo, episodes: Iterable[Episode], s
         info (LeRobotInfo): what its `meta/info.json` says.
         episodes: its episodes in order.
         settings: everything else on which the index depends, for the plan's name.
+        key_of: returns the key of a file in the store from which the units read it. The default is its key in `store`.
     """
-    divider = _Divider(store, info)
+    divider = _Divider(store, info, key_of)
     units = tuple(divider.units(episodes))
     libraries = [version("headrace"), version("av"), version("pyarrow")]
     hasher = blake3.blake3(msgspec.json.encode(["lerobot", FORMAT, settings, libraries, store.location.url]))
@@ -98,8 +106,8 @@ def lerobot_plan(store: Store, info: LeRobotInfo, episodes: Iterable[Episode], s
 class _Divider:
     """Collects episodes until the next one does not fit."""
 
-    def __init__(self, store: Store, info: LeRobotInfo) -> None:
-        self._store, self._info = store, info
+    def __init__(self, store: Store, info: LeRobotInfo, key_of: Callable[[str], str]) -> None:
+        self._store, self._info, self._key_of = store, info, key_of
         self._files = {file.key: file for file in store.list() if not file.key.startswith("meta/")}
         self.missing: dict[str, Skipped] = {}
         self._clear()
@@ -146,11 +154,17 @@ class _Divider:
             number,
             videos=self._objects(list(self._videos)),
             data=self._objects(list(self._data)),
-            packed=zstandard.ZstdCompressor().compress(_encode(self._episodes)),
+            packed=zstandard.ZstdCompressor().compress(_encode([self._placed(one) for one in self._episodes])),
             count=len(self._episodes),
         )
         self._clear()
         return unit
 
     def _objects(self, keys: Sequence[str]) -> tuple[ObjectInfo, ...]:
-        return tuple(self._files[key] for key in keys)
+        found = [replace(self._files[key], key=self._key_of(key)) for key in keys]
+        return tuple({one.key: one for one in found}.values())  # two names may be links to one file
+
+    def _placed(self, episode: Episode) -> Episode:
+        """Return the episode with the keys by which the units read its files."""
+        windows = tuple(replace(window, key=self._key_of(window.key)) for window in episode.windows)
+        return replace(episode, data=self._key_of(episode.data), windows=windows)
