@@ -13,10 +13,13 @@ Invariants:
 * Only `LIST_CACHE_BYTES` of lists are in memory. Ranges of several remote objects are read in up to `PARALLEL` threads.
 * A list records the size and the time of each object. They are compared only to explain an error. The digests of the
   index find every change.
+* In a range over several objects, the bytes of a missing or shortened object are zeros. Only a cache reads such ranges,
+  since a file is in one object. So a missing object damages its own sample, and not those beside it in a block of the
+  cache. The reader finds the zeros by the file's digest, reads the file alone, and gets the error.
 
 Failure behaviour: a missing list, or one with an invalid name, raises `NotFoundError`. An invalid list raises
-`CorruptionError`. A missing or shortened object raises the error of its own store, which names it. Writes raise
-`UnsupportedError`.
+`CorruptionError`. A missing or shortened object raises the error of its own store, which names it, from `get` and from
+ranges within one object. Writes raise `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import NoReturn
 
@@ -41,6 +45,7 @@ from headrace.dataio.core.errors import (
     CorruptionError,
     HeadraceError,
     NotFoundError,
+    RangeError,
     UnsupportedError,
     UsageError,
 )
@@ -98,6 +103,8 @@ class JoinedList:
         self.objects = tuple(objects)
         self.starts = [0, *itertools.accumulate(one.size for one in self.objects)]
         self.size = self.starts.pop()
+        self.is_local: bool | None = None
+        """Whether all objects are in local folders. None until `JoinedObjects.is_local` finds out."""
 
     def find(self, offset: int) -> tuple[JoinedObject, int]:
         """Return the object that holds the byte `offset` of the shard, and its offset in that object."""
@@ -115,6 +122,29 @@ class JoinedList:
 
 Route = Callable[[str], tuple[Store, str]]
 """Returns the store that holds a key of the dataset's store, and its key there."""
+
+
+@dataclass(slots=True)
+class _ObjectRead:
+    """A read of ranges of one object. Unless it is `strict`, a missing or shortened object is read as zeros."""
+
+    store: Store
+    key: str
+    ranges: list[tuple[int, memoryview]] = field(default_factory=list)
+    strict: bool = False
+
+    @property
+    def is_local(self) -> bool:
+        return scheme_of(self.store.location.url) == "file"
+
+    def __call__(self) -> None:
+        try:
+            self.store.get_ranges_into(self.key, self.ranges)
+        except (NotFoundError, RangeError):
+            if self.strict:
+                raise
+            for _, view in self.ranges:
+                view[:] = bytes(len(view))
 
 
 class JoinedObjects(Store):
@@ -154,27 +184,34 @@ class JoinedObjects(Store):
         if size > max_bytes:
             raise too_large(SHARD_PREFIX + key, size, max_bytes)
         data = bytearray(size)
-        self.get_into(key, 0, memoryview(data))
+        self._read(key, [(0, memoryview(data))], strict=True)
         return bytes(data)
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
         self.get_ranges_into(key, [(offset, buffer)])
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        joined, pieces = self.objects(key), dict[str, list[tuple[int, memoryview]]]()
+        self._read(key, ranges, strict=False)
+
+    def _read(self, key: str, ranges: Sequence[tuple[int, memoryview]], *, strict: bool) -> None:
+        joined, reads = self.objects(key), dict[str, _ObjectRead]()
         for offset, buffer in ranges:
             view = writable_bytes(buffer)
             check_range(SHARD_PREFIX + key, offset, len(view), joined.size)
-            for found, at, part in joined.cut(offset, view):
-                pieces.setdefault(found.key, []).append((at, part))
-        reads = [(*self._route(name), parts) for name, parts in pieces.items()]
-        local = [read for read in reads if scheme_of(read[0].location.url) == "file"]
-        remote = [read for read in reads if scheme_of(read[0].location.url) != "file"]
+            parts = list(joined.cut(offset, view))
+            for found, at, part in parts:
+                read = reads.get(found.key) or reads.setdefault(found.key, _ObjectRead(*self._route(found.key)))
+                read.ranges.append((at, part))
+                read.strict = read.strict or strict or len(parts) == 1
+        remote = [read for read in reads.values() if not read.is_local]
         if len(remote) > 1:
             self._read_parallel(remote)
-            remote = []
-        for store, inner, parts in (*remote, *local):
-            store.get_ranges_into(inner, parts)
+        else:
+            for read in remote:
+                read()
+        for read in reads.values():
+            if read.is_local:
+                read()
 
     def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
         joined, view = self.objects(key), writable_bytes(buffer)
@@ -231,6 +268,14 @@ class JoinedObjects(Store):
         if threads is not None:
             threads.shutdown()
 
+    def is_local(self, shard: str) -> bool:
+        """Return whether all objects of this shard are in local folders."""
+        listed = self.objects(shard)
+        if listed.is_local is None:
+            stores = {id(store): store for store, _ in (self._route(one.key) for one in listed.objects)}
+            listed.is_local = all(scheme_of(store.location.url) == "file" for store in stores.values())
+        return listed.is_local
+
     def describe_change(self, shard: str, offset: int) -> str:
         """Return how the object at this offset of the shard differs from the list, or "" if it does not."""
         found, _ = self.objects(shard).find(offset)
@@ -266,14 +311,12 @@ class JoinedObjects(Store):
                 _, (freed, _) = self._lists.popitem(last=False)
                 self._cached_bytes -= freed
 
-    def _read_parallel(self, reads: Sequence[tuple[Store, str, Sequence[tuple[int, memoryview]]]]) -> None:
+    def _read_parallel(self, reads: Sequence[_ObjectRead]) -> None:
         """Read ranges of several objects at the same time. All reads have ended when this returns or raises."""
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(PARALLEL, thread_name_prefix="headrace-joined")
-            futures: list[Future[None]] = [
-                self._threads.submit(store.get_ranges_into, inner, parts) for store, inner, parts in reads
-            ]
+            futures: list[Future[None]] = [self._threads.submit(read) for read in reads]
         try:
             for future in futures:
                 future.result()

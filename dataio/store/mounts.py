@@ -31,7 +31,7 @@ from headrace.dataio.store.base import (
     check_key,
     is_after,
 )
-from headrace.dataio.store.joined import JOINED, JoinedObjects
+from headrace.dataio.store.joined import JOINED, SHARD_PREFIX, JoinedObjects
 from headrace.dataio.store.url_policy import JOINED_URL, scheme_of
 from headrace.dataio.store.wrappers import Wrapper
 
@@ -211,6 +211,23 @@ def describe_damage(store: Store, key: str, *offsets: int) -> str:
     except HeadraceError:
         pass  # the list itself is missing or damaged, which the caller's error says
     return description
+
+
+def all_local(store: Store, shard: str) -> bool:
+    """Whether all objects of the joined shard `shard` are in local folders."""
+    store = _unwrapped(store)
+    if not isinstance(store, Mounts) or store.joined is None:
+        return False
+    return store.joined.is_local(shard[len(SHARD_PREFIX) :])
+
+
+def locate(store: Store, key: str, offset: int) -> tuple[str, int]:
+    """Return the key of the object that holds this byte, and the byte's offset in it. Only joined shards differ."""
+    store = _unwrapped(store)
+    if not key.startswith(SHARD_PREFIX) or not isinstance(store, Mounts) or store.joined is None:
+        return key, offset
+    found, at = store.joined.objects(key[len(SHARD_PREFIX) :]).find(offset)
+    return found.key, at
 
 
 def _unwrapped(store: Store) -> Store:

@@ -18,10 +18,9 @@ from headrace.dataio.core.errors import ConflictError, CorruptionError, UsageErr
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest import index_tars, patterns
 from headrace.dataio.shards.ingest.grouping import Grouping, check_grouping
-from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileIndexer, FileOptions, Indexed
+from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileIndexer, FileMemory, FileOptions, Indexed
 from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
-from headrace.dataio.shards.ingest.source_stores import FileStat
 from headrace.dataio.shards.media.messages import check_text_field
 from headrace.dataio.shards.units.engine import find_engine
 from headrace.dataio.shards.versions import history
@@ -38,9 +37,9 @@ Keys = Literal["member", "shard"]
 
 @dataclass(frozen=True, slots=True)
 class FollowMemory:
-    """What `index` with `follow` could not use, with its size and time, so that later calls do not read it again."""
+    """What calls of `index` with `follow` found, so that later calls for the same dataset do not read it again."""
 
-    files: dict[str, FileStat] = field(default_factory=dict)
+    files: FileMemory = field(default_factory=FileMemory)
     tars: index_tars.Bad = field(default_factory=dict)
 
 
@@ -92,8 +91,8 @@ def index(
         progress: a function that is called while the data are read, with a `Progress` for files and an `IndexProgress`
             for tars. None reports nothing.
         workers (int): the number of probing processes. None means one per core of this machine, or of the Ray cluster.
-        memory (FollowMemory): with `follow`, the files and tars that earlier calls could not use. They are read again
-            only after they changed. None (the default) reads them again.
+        memory (FollowMemory): with `follow`, what earlier calls for the same dataset found. Files and tars that could
+            not be used are then read again only after they changed. None (the default) reads everything again.
         trust_mounts (bool): with `follow`, let the dataset refer to other locations, as for `Dataset`. The locations
             of `patterns` need no trust. The default is False.
         source_options: options for the stores of the files or tars, unless they are directories. The version records

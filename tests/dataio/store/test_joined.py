@@ -259,6 +259,28 @@ def test_errors_name_the_object_and_its_change(store: Mounts, clips: Store, tmp_
         store.get(shard)
 
 
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_a_missing_object_does_not_damage_its_neighbours(store: Mounts, clips: Store, damage: str) -> None:
+    shard, _ = write_list(store, 0, listed(clips, "a b.mp4", "sub/b.mp4", "a b.mp4"))
+    clips.delete_many(["sub/b.mp4"])
+    if damage == "short":
+        clips.put("sub/b.mp4", b"abc")
+    block = bytearray(b"x" * 26)
+    store.get_into(shard, 0, memoryview(block))
+    assert block == b"0123456789" + bytes(6) + b"0123456789"
+    pieces = bytearray(b"x" * 12)
+    store.get_pieces(shard, 8, memoryview(pieces), lambda at, piece: None)
+    assert pieces == b"89" + bytes(6) + b"0123"
+    alone = bytearray(6)
+    for read in (
+        lambda: store.get_into(shard, 10, memoryview(alone)),
+        lambda: store.get_ranges_into(shard, [(0, memoryview(block)), (10, memoryview(alone))]),
+        lambda: store.get(shard),
+    ):
+        with pytest.raises((NotFoundError, RangeError), match=r"sub/b\.mp4"):
+            read()
+
+
 def test_a_missing_list_is_named(store: Mounts, clips: Store) -> None:
     shard, _ = write_list(store, 0, listed(clips, "sub/b.mp4"))
     name = shard.rpartition("/")[2]
