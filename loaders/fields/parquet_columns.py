@@ -28,7 +28,8 @@ TABLE_BYTES = 256 * MIB
 """The most bytes of the chosen columns, in the file before compression and in memory."""
 _FOOTER_BYTES, _COLUMNS, _NAME_BYTES = 4 * MIB, 4096, 1 * MIB
 _MAGIC = b"PAR1"
-_MOST_PAGES = 100_000
+_PAGE_BYTES = 4096
+"""A page counts as at least this size, so the number of pages is bounded."""
 _ITEM_BYTES = 8
 
 Array = npt.NDArray[Any]
@@ -53,10 +54,15 @@ def read_columns(data: memoryview, names: Collection[str], what: str = "the file
     _check_footer(data, what)
     try:
         reader = arrow.ParquetReader(data, limits=(_NAME_BYTES, _COLUMNS))
-        known = {str(name) for name in reader.metadata.schema.to_arrow_schema().names}
+        known = reader.schema
         for name in names:
-            if name not in known:
-                raise CorruptionError(f"{what} has no column {name!r:.80}", hint=f"it has {listed(known)}")
+            if known.get_field_index(name) < 0:
+                raise CorruptionError(
+                    f"{what} has no column {name!r:.80}, or several", hint=f"it has {listed(known.names)}"
+                )
+            _check_type(known.field(name).type, reader.metadata.num_rows, f"{what} has a column {name!r:.80}")
+            if below := [other for other in known.names if other.startswith(f"{name}.")]:
+                raise UnsupportedError(f"{what} has the columns {name!r:.80} and {below[0]!r:.80}", hint="rename one")
         for number in arrow.leaf_columns(reader.metadata, names):
             _check_chunks(data, reader.metadata, number, what)
         table = reader.read(columns=names)
@@ -77,6 +83,30 @@ def _check_footer(data: memoryview, what: str) -> None:
         )
 
 
+def _check_type(kind: Any, rows: int, what: str) -> None:
+    """Raise `UnsupportedError` if a column has no numbers, or has lists that would take too much memory.
+
+    Arrow stores a null in place of a list of a fixed size as so many numbers.
+    """
+    import pyarrow as pa
+
+    values = rows
+    while pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        values *= kind.list_size if pa.types.is_fixed_size_list(kind) else 1
+        kind = kind.value_type
+    if _dtype(kind) is None:
+        raise UnsupportedError(f"{what} of {kind!s:.80}, which are not numbers")
+    if _ITEM_BYTES * values > TABLE_BYTES:
+        raise _too_large(what, _ITEM_BYTES * values)
+
+
+def _too_large(what: str, size: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} of {format_bytes(size)}",
+        hint=f"at most {format_bytes(TABLE_BYTES)}: divide the recording into samples",
+    )
+
+
 def _check_chunks(data: memoryview, metadata: Any, column: int, what: str) -> None:
     """Raise an error if reading this leaf column could take more memory than `TABLE_BYTES`."""
     from headrace.dataio.shards.index import arrow
@@ -88,20 +118,21 @@ def _check_chunks(data: memoryview, metadata: Any, column: int, what: str) -> No
         if not 0 <= start <= end <= len(data):
             raise CorruptionError(f"{what} is damaged: a column lies outside the file")
         for page in _pages(data[start:end], what):
-            total += max(page.unpacked, _ITEM_BYTES * page.values)
-    if max(total, _ITEM_BYTES * rows) > TABLE_BYTES:
-        raise UnsupportedError(
-            f"{what} has a column of {format_bytes(max(total, _ITEM_BYTES * rows))}",
-            hint=f"at most {format_bytes(TABLE_BYTES)}: divide the recording into samples",
-        )
+            total += max(page.unpacked, _ITEM_BYTES * page.values, _PAGE_BYTES)
+            if total > TABLE_BYTES:
+                raise _too_large(f"{what} has a column", total)
+    if _ITEM_BYTES * rows > TABLE_BYTES:
+        raise _too_large(f"{what} has a column", _ITEM_BYTES * rows)
 
 
 def _values(column: Any, name: str, what: str) -> Array:
     """A column as an array. Lists become axes."""
+    import pyarrow as pa
+
     from headrace.dataio.shards.index import arrow
 
-    shape, kind = [len(column)], column.type
-    while hasattr(kind, "value_type") and "list" in str(kind):
+    shape = [len(column)]
+    while pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
         if column.null_count:
             raise CorruptionError(f"{what} has nulls in its column {name!r:.80}")
         lengths = np.unique(arrow.list_value_length(column).to_numpy(zero_copy_only=False))
@@ -109,13 +140,9 @@ def _values(column: Any, name: str, what: str) -> Array:
             raise UnsupportedError(f"{what} has lists of different lengths in its column {name!r:.80}")
         shape.append(int(lengths[0]) if len(lengths) else 0)
         column = arrow.list_flatten(column)
-        kind = column.type
     if column.null_count:
         raise CorruptionError(f"{what} has nulls in its column {name!r:.80}")
-    dtype = _dtype(kind)
-    if dtype is None:
-        raise UnsupportedError(f"{what} has {kind!s:.80} in its column {name!r:.80}, which are not numbers")
-    return np.asarray(column.to_numpy(zero_copy_only=False), dtype).reshape(shape)
+    return np.asarray(column.to_numpy(zero_copy_only=False), _dtype(column.type)).reshape(shape)
 
 
 def _dtype(kind: Any) -> str | None:
@@ -141,9 +168,7 @@ _DEPTH = 16
 def _pages(chunk: memoryview, what: str) -> Iterator[_Page]:
     """The headers of the pages of a column chunk."""
     at = 0
-    for _ in range(_MOST_PAGES):
-        if at >= len(chunk):
-            return
+    while at < len(chunk):
         header = _Header(chunk, at)
         try:
             page = header.page()
@@ -153,7 +178,6 @@ def _pages(chunk: memoryview, what: str) -> Iterator[_Page]:
             raise CorruptionError(f"{what} is damaged: a page has a negative size")
         at = header.at + page.packed
         yield page
-    raise UnsupportedError(f"{what} has more than {_MOST_PAGES:,} pages in a column")
 
 
 class _Header:

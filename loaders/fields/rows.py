@@ -3,8 +3,8 @@
 Purpose: find, for each frame of a clip, the row that holds at its instant.
 
 Invariants:
-- The row of an instant is the last one that begins at most `TOLERANCE` after it. The instants are the exact times of the
-  decoded frames. With a rate, the row's number is computed exactly.
+- The row of an instant is the last one that begins at most `TOLERANCE` after it. The instants are the times of the
+  decoded frames. The tolerance is much larger than the rounding of times to 64 bits.
 - With `offsets`, the instants are seconds after the last frame of the clip. Beyond the first and the last row, that row
   is repeated, and marked.
 - Times of rows are finite and never decrease. Nothing is unpickled.
@@ -19,7 +19,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from dataclasses import field as option
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +39,9 @@ if TYPE_CHECKING:
 
 FORMATS = ("npy", "safetensors", "parquet")
 MAX_OFFSETS = 1 << 16
+_TOLERANCE = float(TOLERANCE)
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
 _PACKED = 8
 """The expected ratio of the size of a Parquet file in memory to its size. Budgets use it."""
 
@@ -132,14 +134,14 @@ class Rows(Field):
         values, times = _table(self, data.files[self.file], what)
         if not len(values):
             raise CorruptionError(f"{what} has no rows")
-        clock = _RateClock(len(values), self.rate) if times is None else _TimesClock(times, len(values), what)
-        instants = data.instants(self.like)
+        clock = _TimesClock(times, len(values), what) if self.rate is None else _RateClock(len(values), self.rate)
+        instants = np.array([float(instant) for instant in data.instants(self.like)])
         if self.offsets is None:
             return converted(_taken(values, _rows_of(instants, clock, what)), self._dtype)
-        wanted = [instants[-1] + Fraction(one).limit_denominator(1_000_000) for one in self.offsets]
-        numbers = np.array([clock.row(instant) for instant in wanted])
-        pad = (numbers < 0) | np.array([instant + TOLERANCE >= clock.end for instant in wanted])
-        taken = _taken(values, np.clip(numbers, 0, len(values) - 1))
+        wanted = instants[-1] + np.array(self.offsets)
+        numbers = clock.rows(wanted)
+        pad = (numbers < 0) | (wanted + _TOLERANCE >= clock.end)
+        taken = _taken(values, numbers.clip(0, len(values) - 1))
         return converted(taken, self._dtype), {"pad": pad}
 
     @property
@@ -189,29 +191,27 @@ def _taken(values: Any, numbers: npt.NDArray[Any]) -> Any:
     return values[torch.from_numpy(numbers)]
 
 
-def _rows_of(instants: Sequence[Fraction], clock: _RateClock | _TimesClock, what: str) -> npt.NDArray[Any]:
+def _rows_of(instants: F64, clock: _RateClock | _TimesClock, what: str) -> I64:
     """The numbers of the rows that hold at these instants."""
-    first, last = instants[0] + TOLERANCE, instants[-1] - TOLERANCE
+    first, last = instants[0] + _TOLERANCE, instants[-1] - _TOLERANCE
     if first < clock.start - clock.duration or last > clock.end + clock.duration:
         raise UnsupportedError(
-            f"{what} has rows from {float(clock.start):.3f} s to {float(clock.end):.3f} s, and the clip has frames from "
-            f"{float(instants[0]):.3f} s to {float(instants[-1]):.3f} s"
+            f"{what} has rows from {clock.start:.3f} s to {clock.end:.3f} s, and the clip has frames from "
+            f"{instants[0]:.3f} s to {instants[-1]:.3f} s"
         )
-    numbers = np.array([clock.row(instant) for instant in instants], np.int64)
-    return numbers.clip(0, clock.count - 1)
+    return clock.rows(instants).clip(0, clock.count - 1)
 
 
 class _RateClock:
     """Rows that follow each other at a rate, the first one at 0."""
 
-    def __init__(self, count: int, rate: float | None) -> None:
-        self._rate = Fraction(rate or 1).limit_denominator(100_000)
-        self.count, self.duration, self.start = count, 1 / self._rate, Fraction(0)
-        self.end = count / self._rate
+    def __init__(self, count: int, rate: float) -> None:
+        self._rate = rate
+        self.count, self.duration, self.start, self.end = count, 1 / rate, 0.0, count / rate
 
-    def row(self, instant: Fraction) -> int:
-        """The number of the row that holds at this instant. It may lie outside the table."""
-        return math.floor((instant + TOLERANCE) * self._rate)
+    def rows(self, instants: F64) -> I64:
+        """The numbers of the rows that hold at these instants. They may lie outside the table."""
+        return np.floor((instants + _TOLERANCE) * self._rate).astype(np.int64)
 
 
 class _TimesClock:
@@ -219,24 +219,20 @@ class _TimesClock:
 
     def __init__(self, times: Any, count: int, what: str) -> None:
         self.count = count
-        if (
-            getattr(times, "shape", None) != (count,)
-            or not isinstance(times, np.ndarray)
-            or times.dtype.kind not in "iuf"
-        ):
+        if not isinstance(times, np.ndarray) or times.shape != (count,) or times.dtype.kind not in "iuf":
             raise CorruptionError(f"{what} has times that are not a number for each of its {count} rows")
-        self._times = times.astype(np.float64)
         if not np.isfinite(times).all():
             raise CorruptionError(f"{what} has times that are not finite")
+        self._times = times.astype(np.float64)
         if (np.diff(self._times) < 0).any():
             raise CorruptionError(f"{what} has times that are not in order")
         # times that were rounded to this dtype
         self._rounding = float(np.spacing(np.abs(times).max())) if times.dtype.kind == "f" else 0.0
-        self.start, last = (Fraction(float(self._times[end])) for end in (0, -1))
+        self.start, last = float(self._times[0]), float(self._times[-1])
         self.duration = (last - self.start) / max(1, count - 1)
         self.end = last + self.duration
 
-    def row(self, instant: Fraction) -> int:
-        """The number of the row that holds at this instant. -1 is before the first one."""
-        at = float(instant + TOLERANCE) + self._rounding
-        return int(np.searchsorted(self._times, at, side="right")) - 1
+    def rows(self, instants: F64) -> I64:
+        """The numbers of the rows that hold at these instants. -1 is before the first one."""
+        numbers: I64 = np.searchsorted(self._times, instants + (_TOLERANCE + self._rounding), side="right") - 1
+        return numbers

@@ -19,8 +19,9 @@ import torch
 
 from headrace.dataio import index
 from headrace.dataio.core import log
-from headrace.dataio.core.errors import MismatchError, UsageError
+from headrace.dataio.core.errors import CorruptionError, MismatchError, UsageError
 from headrace.dataio.shards.dataset import Dataset
+from headrace.dataio.shards.sample import Sample
 from headrace.loaders import Audio, Bucket, Buckets, Clip, Image, Json, Loader, Mask, Video
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.partial_file import PartialFile
@@ -213,6 +214,15 @@ def test_a_video_that_shows_nothing_at_an_instant_makes_a_bad_sample(make: Calla
     next(iter(loader))
     (skipped,) = loader.quarantine
     assert "begins at 0.200 s, and the clip has a frame at 0.000 s" in skipped.reason
+
+
+def test_an_index_that_does_not_describe_a_camera_says_what_to_do(
+    make: Callable[..., Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Sample, "video_of", lambda self, ext: None if ext else self.video)
+    loader = make({"v": Video(Clip(2), SIZE), "w": Video(file="cam2.mp4", like="v", size=SIZE)}, 4, on_error="skip")
+    with pytest.raises(CorruptionError, match=r"the index does not describe a video in the sample's \.cam2\.mp4"):
+        take(loader, 2)
 
 
 def test_independent_videos_draw_their_own_clips(make: Callable[..., Loader]) -> None:

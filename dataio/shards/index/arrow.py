@@ -101,6 +101,11 @@ class ParquetReader:
         )
         self.metadata: Any = self._reader.metadata
 
+    @property
+    def schema(self) -> Any:
+        """The Arrow schema of the tables that `read` returns."""
+        return self._reader.schema_arrow
+
     def read(self, groups: Sequence[int] | None = None, columns: Collection[str] | None = None) -> Any:
         """Read a table of these columns (None: all) of these row groups (None: all), in the file's order."""
         chosen = range(self.metadata.num_row_groups) if groups is None else groups
@@ -111,10 +116,16 @@ class ParquetReader:
 def leaf_columns(metadata: Any, columns: Collection[str]) -> list[int]:
     """Return the numbers of the leaf columns that store these columns.
 
-    A list or a struct is stored as one or more leaf columns.
+    A list or a struct is stored as one or more leaf columns. The name of a column may have dots.
     """
     schema = metadata.schema
-    return [n for n in range(metadata.num_columns) if schema.column(n).path.partition(".")[0] in columns]
+    return [n for n in range(metadata.num_columns) if _belongs_to(schema.column(n).path, columns)]
+
+
+def _belongs_to(path: str, columns: Collection[str]) -> bool:
+    """Return whether a leaf column is one of these columns, or a part of one."""
+    parts = path.split(".")
+    return any(".".join(parts[:count]) in columns for count in range(1, len(parts) + 1))
 
 
 def chunk_range(chunk: Any) -> tuple[int, int]:
