@@ -19,7 +19,7 @@ often downloaded in part. Errors of the metadata pass through.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 
 import blake3
@@ -32,6 +32,7 @@ from headrace.dataio.core.errors import NotFoundError
 from headrace.dataio.shards.ingest.lerobot import LeRobotInfo
 from headrace.dataio.shards.ingest.lerobot_episodes import Episode
 from headrace.dataio.shards.ingest.report import Skipped
+from headrace.dataio.shards.ingest.source_stores import FileStat
 from headrace.dataio.shards.units.journal import Unit
 from headrace.dataio.store.base import ObjectInfo, Store
 
@@ -83,6 +84,7 @@ def lerobot_plan(
     episodes: Iterable[Episode],
     settings: object,
     key_of: Callable[[str], str] = lambda name: name,
+    bad: Mapping[int, FileStat] | None = None,
 ) -> LeRobotPlan:
     """Divide the episodes into units.
 
@@ -92,8 +94,10 @@ def lerobot_plan(
         episodes: its episodes in order.
         settings: everything else on which the index depends, for the plan's name.
         key_of: returns the key of a file in the store from which the units read it. The default is its key in `store`.
+        bad: what `stat_of` returned for episodes that could not be used, by their numbers. They are left out while it
+            is the same.
     """
-    divider = _Divider(store, info, key_of)
+    divider = _Divider(store, info, key_of, bad or {})
     units = tuple(divider.units(episodes))
     libraries = [version("headrace"), version("av"), version("pyarrow")]
     hasher = blake3.blake3(msgspec.json.encode(["lerobot", FORMAT, settings, libraries, store.location.url]))
@@ -103,11 +107,19 @@ def lerobot_plan(
     return LeRobotPlan(hasher.hexdigest()[:32], units, tuple(divider.missing.values()))
 
 
+def stat_of(episode: Episode, files: Mapping[str, ObjectInfo]) -> FileStat:
+    """Return the sum of the sizes of an episode's files, and the newest of their times."""
+    found = [files[key] for key in (episode.data, *(window.key for window in episode.windows))]
+    return FileStat(sum(one.size for one in found), max(round(one.modified * 1e9) for one in found))
+
+
 class _Divider:
     """Collects episodes until the next one does not fit."""
 
-    def __init__(self, store: Store, info: LeRobotInfo, key_of: Callable[[str], str]) -> None:
-        self._store, self._info, self._key_of = store, info, key_of
+    def __init__(
+        self, store: Store, info: LeRobotInfo, key_of: Callable[[str], str], bad: Mapping[int, FileStat]
+    ) -> None:
+        self._store, self._info, self._key_of, self._bad = store, info, key_of, bad
         self._files = {file.key: file for file in store.list() if not file.key.startswith("meta/")}
         self.missing: dict[str, Skipped] = {}
         self._clear()
@@ -120,6 +132,8 @@ class _Divider:
         number = 0
         for episode in episodes:
             if not self._exists(episode):
+                continue
+            if episode.index in self._bad and self._bad[episode.index] == stat_of(episode, self._files):
                 continue
             if self._episodes and not self._fits(episode):
                 yield self._unit(number)

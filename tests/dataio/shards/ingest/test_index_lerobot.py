@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from headrace.dataio import Dataset, index
 from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import ConflictError, CorruptionError, UnsupportedError, UsageError
 from headrace.dataio.shards.ingest import lerobot_plan, lerobot_videos
+from headrace.dataio.shards.ingest.index import FollowMemory
 from headrace.dataio.shards.ingest.index_files import FileOptions
 from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
 from headrace.dataio.shards.ingest.lerobot_episodes import read_episodes
@@ -358,3 +360,31 @@ def test_only_one_folder_can_be_taken_for_a_data_set(own: Path, name: str) -> No
     assert is_lerobot_source([str(own)])
     assert is_lerobot_source([f"file://{own}"])
     assert not is_lerobot_source([str(own), str(own)])
+
+
+def test_an_episode_that_cannot_be_used_is_read_again_only_after_its_files_changed(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    video = own / LeRobotSet().path_of(FRONT, 1)
+    whole = video.read_bytes()
+    with index(own, tmp_path / "set", workers=1) as dataset:
+        assert len(dataset) == 5
+    video.write_bytes(whole[:-100])
+    follow = functools.partial(
+        index, own, tmp_path / "other", follow=True, workers=1, memory=FollowMemory(), trust_mounts=True
+    )
+    with follow() as dataset:
+        assert (dataset.version, len(dataset)) == (1, 3)
+    reads, copy = list[str](), copy_object
+
+    def recorded(store: Store, info: ObjectInfo, path: Path) -> Hasher:
+        reads.append(info.key)
+        return copy(store, info, path)
+
+    monkeypatch.setattr(lerobot_videos, "copy_object", recorded)
+    with follow() as dataset:
+        assert (dataset.version, report_of(dataset).skipped) == (1, ())
+    assert not reads
+    video.write_bytes(whole)
+    with follow() as dataset:
+        assert (dataset.version, report_of(dataset).samples, len(dataset)) == (2, 2, 5)
