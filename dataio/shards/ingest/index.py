@@ -21,6 +21,7 @@ from headrace.dataio.shards.ingest.grouping import Grouping, check_grouping
 from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileIndexer, FileMemory, FileOptions, Indexed
 from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
+from headrace.dataio.shards.ingest.source_stores import FileStat
 from headrace.dataio.shards.media.messages import check_text_field
 from headrace.dataio.shards.units.engine import find_engine
 from headrace.dataio.shards.versions import history
@@ -41,6 +42,7 @@ class FollowMemory:
 
     files: FileMemory = field(default_factory=FileMemory)
     tars: index_tars.Bad = field(default_factory=dict)
+    episodes: dict[int, FileStat] = field(default_factory=dict)
 
 
 _LAYOUTS: tuple[Layout, ...] = ("tars", "files", "lerobot")
@@ -231,7 +233,7 @@ def _indexer(
         raise UsageError(f"one LeRobot data set can be indexed, not {len(listed)}", hint="`headrace merge` the results")
     if options.group != "stem" or options.columns != DEFAULT_COLUMNS:
         raise UsageError("group and columns are for files, and this is a LeRobot data set", hint="leave them out")
-    return LeRobotIndexer(listed[0], store, options)
+    return LeRobotIndexer(listed[0], store, options, memory.episodes)
 
 
 def file_sources(listed: Sequence[str]) -> list[str]:

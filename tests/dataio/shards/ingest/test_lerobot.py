@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -220,9 +221,10 @@ def test_a_data_set_without_a_list_names_the_folder(store: Store) -> None:
         read(store)
 
 
-def test_version_2_has_one_file_for_each_episode(store: Store) -> None:
+@pytest.mark.parametrize("version", ["v2.0", "v2.1"])
+def test_version_2_has_one_file_for_each_episode(store: Store, version: str) -> None:
     data, video = "data/{episode_chunk:03d}/e_{episode_index:06d}.parquet", "v/{video_key}/{episode_index}.mp4"
-    put_info(store, codebase_version="v2.1", data_path=data, video_path=video, chunks_size=1)
+    put_info(store, codebase_version=version, data_path=data, video_path=video, chunks_size=1)
     lines = [{"episode_index": number, "tasks": ["pick"], "length": 10} for number in range(2)]
     store.put("meta/episodes.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in lines))
     assert read(store)[1] == Episode(
@@ -253,6 +255,8 @@ def test_episodes_are_divided_by_their_videos(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(lerobot_plan, "UNIT_ROWS", 1)
         assert len(plan(store).units) == 5
         assert plan(store) == plan(store)
+        sent = [msgspec.msgpack.decode(msgspec.msgpack.encode(unit), type=type(unit)) for unit in units]
+        assert sent == list(units)
         assert plan(store).name != plan(store, "other").name
 
 
