@@ -78,6 +78,11 @@ def timeline_steps(run: str, number: int) -> str:
     return f"runs/{run}/{number:06d}/"
 
 
+def description(run: str, digest: str) -> str:
+    """The key of a description. `digest`: the hexadecimal BLAKE3 digest of its bytes."""
+    return f"runs/{run}/descriptions/{digest}.json"
+
+
 def newest(run: str, number: int) -> str:
     """The key of the object that names a recent step of the timeline (`Newest`)."""
     return f"runs/{run}/{number:06d}/newest.json"

@@ -241,6 +241,8 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
         world_size=attempt.world_size,
         group_ranks=names.GROUP_RANKS,
         totals=tally.totals(),
+        metadata=to_json(tally.metadata),
+        description=tally.description,
     )
     commit.put_decision(store, attempt, lease, document)
 
