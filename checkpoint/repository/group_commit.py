@@ -34,6 +34,7 @@ from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base, Commit, Decision
 from headrace.checkpoint.format.group import Group, Summary
+from headrace.checkpoint.format.metadata import to_json
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import (
