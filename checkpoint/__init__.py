@@ -14,12 +14,13 @@ from headrace.dataio.core.imports import exports
 
 if TYPE_CHECKING:
     from headrace.checkpoint.api import Checkpointer
+    from headrace.checkpoint.artifacts import read_artifact
     from headrace.checkpoint.handle import Handle, SaveResult
     from headrace.checkpoint.repository.retention import Keep
     from headrace.checkpoint.restoring.saved_step import read
     from headrace.checkpoint.rng import RNG
 
-__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "read"]
+__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "read", "read_artifact"]
 
 _WHERE = {
     "Checkpointer": "headrace.checkpoint.api",
@@ -28,6 +29,7 @@ _WHERE = {
     "RNG": "headrace.checkpoint.rng",
     "SaveResult": "headrace.checkpoint.handle",
     "read": "headrace.checkpoint.restoring.saved_step",
+    "read_artifact": "headrace.checkpoint.artifacts",
 }
 
 __getattr__, __dir__ = exports(__name__, _WHERE)

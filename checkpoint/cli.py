@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -63,6 +63,12 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     parsers["retain"].add_argument("--every", type=int, metavar="N", help="keep steps whose number is a multiple of N")
     parsers["retain"].add_argument(
         "--keep-tags", action="append", metavar="PATTERN", help="keep steps with a tag that matches (default: any tag)"
+    )
+    parsers["retain"].add_argument(
+        "--best",
+        action="append",
+        metavar="NAME:N:ORDER",
+        help="keep the N steps with the best value of their metadata, such as loss:3:min (or max); may be repeated",
     )
     for name in ("retain", "gc"):
         apply_option("remove them")(parsers[name])
@@ -161,12 +167,24 @@ def _show(store: Store, options: argparse.Namespace) -> int:
 
 
 def _retain(store: Store, options: argparse.Namespace) -> int:
-    if not options.run or (options.last is None and options.every is None):
+    if not options.run or (options.last is None and options.every is None and not options.best):
         raise UsageError("retain needs --run and a policy", hint="for example --run exp42 --last 3 --every 1000")
-    keep = Keep(options.last, options.every, tuple(options.keep_tags or ("*",)))
+    keep = Keep(options.last, options.every, tuple(options.keep_tags or ("*",)), _best(options.best or ()))
     selected = collect.to_delete(store, options.run, keep)
     plan = collect.collect(store, selected, keep=keep) if options.apply else collect.preview(store, selected)
     return _print_result(options, plan)
+
+
+def _best(texts: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
+    """The rules of `--best`. The name may contain colons."""
+    rules = []
+    for text in texts:
+        name, _, rest = text.rpartition(":")
+        name, _, count = name.rpartition(":")
+        if not name or not count.isdecimal():
+            raise UsageError(f"--best {text!r:.200} is not a rule", hint="give NAME:N:min or NAME:N:max, as loss:3:min")
+        rules.append((name, int(count), rest))
+    return tuple(rules)
 
 
 def _gc(store: Store, options: argparse.Namespace) -> int:

@@ -246,6 +246,11 @@ def id_from_bytes(raw: bytes) -> str:
     return "".join([_DIGITS[number >> shift & 31] for shift in range(125, -1, -5)])
 
 
+def time_of(attempt_id: str) -> float:
+    """When the id was made, in seconds since the epoch, by the clock of the process that made it."""
+    return sum(_DIGITS.index(digit) << shift for digit, shift in zip(attempt_id[:10], range(45, -1, -5), strict=True)) / 1e3
+
+
 def is_id(text: str) -> bool:
     """Whether `text` is an id."""
     return _PATTERN.fullmatch(text) is not None
