@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.checkpoint import cli_metadata, positions
+from headrace.checkpoint.format.metadata import printable
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
@@ -43,7 +45,7 @@ _HELP = {
 }
 
 
-_NEED_RUN = {"show", "retain", "tag"}
+_NEED_RUN = {"show", "retain", "tag", *cli_metadata.NEED_RUN}
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
@@ -89,7 +91,9 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     )
     for action in (listing, checking):
         _add_common(action)
+    cli_metadata.add_columns(listing)
     add(actions, _add_common)
+    cli_metadata.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -99,28 +103,27 @@ def ckpt(options: argparse.Namespace) -> int:
         if options.action in COMMANDS:
             return run(store, options)
         if options.action == "ls":
-            report = survey.survey(store, options.run)
+            report = cli_metadata.select(survey.survey(store, options.run), options)
         else:
             report = check.check(store, options.run, data=not options.quick)
     if options.json:
-        print(json.dumps(asdict(report) | {"clean": report.clean}, indent=1))
+        print(json.dumps(cli_metadata.report_as_json(report), indent=1))
     elif options.action == "ls":
-        _print_steps(report)
+        _print_steps(report, options)
     else:
         _print_check(report, quick=options.quick)
     return 0 if report.clean else CorruptionError.exit_code
 
 
-def _print_steps(report: survey.Report) -> None:
+def _print_steps(report: survey.Report, options: argparse.Namespace) -> None:
     if not report.steps:
         print("no committed steps")
     for line in report.steps:
         when = datetime.fromtimestamp(line.committed, UTC).strftime("%Y-%m-%d %H:%M:%S")
         sizes = f"{format_bytes(line.bytes_state):>10} of state {format_bytes(line.bytes_written):>10} written"
         note = "" if line.current else "  (abandoned branch)"
-        print(
-            f"{line.run}  timeline {line.timeline}  step {line.step:>8}  {when}Z  {sizes}  ranks {line.world_size}{note}"
-        )
+        text = f"{line.run}  timeline {line.timeline}  step {line.step:>8}  {when}Z  {sizes}  ranks {line.world_size}{note}"
+        print(one_line(text + cli_metadata.columns(line, options)))
     for attempt in report.unfinished:
         print(
             f"{attempt.run}  timeline {attempt.timeline}  step {attempt.step:>8}  attempt {attempt.attempt} {attempt.state}"
@@ -157,11 +160,14 @@ def run(store: Store, options: argparse.Namespace) -> int:
 def _show(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
         raise UsageError("show needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
-    shown = check.describe(store, options.run, options.step, tensors=options.tensors)
+    shown = check.describe(
+        store, options.run, options.step, tensors=options.tensors, positions=positions.loader_positions
+    )
     if options.json:
+        shown.metadata = {name: printable(value) for name, value in shown.metadata.items()}
         print(json.dumps(msgspec.to_builtins(shown), indent=1))
         return 0
-    for line in check.lines(shown):
+    for line in (*check.lines(shown), *cli_metadata.lines_of_shown(shown)):
         print(one_line(line))
     return 0
 
@@ -280,4 +286,5 @@ COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     "tag": _tag,
     "untag": _untag,
     "tags": _tags,
+    **cli_metadata.COMMANDS,
 }

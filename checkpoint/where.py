@@ -25,7 +25,7 @@ from headrace.dataio.core.errors import UsageError
 
 MAX_CHARACTERS, MAX_COMPARISONS, MAX_DEPTH = 1000, 64, 32
 _TOKEN = re.compile(
-    r"\s*(?:(?P<number>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?(?![\w.]))"
+    r"\s*(?:(?P<number>[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|inf)(?![\w./:]))"
     r"|(?P<name>[A-Za-z_][\w./:-]*)|`(?P<quoted>[^`]+)`"
     r"|(?P<text>'[^']*'|\"[^\"]*\")|(?P<sign><=|>=|==|!=|=|<|>|\(|\)))"
 )
@@ -40,7 +40,6 @@ _CONSTANTS: dict[str, Value] = {
     "false": False,
     "null": None,
     "nan": float("nan"),
-    "inf": float("inf"),
 }
 _WORDS = {"and", "or", "not"}
 Test = Callable[[Mapping[str, Value]], bool]
