@@ -50,6 +50,7 @@ _ANY_BYTES = 1 << 62
 
 _started = declare("ckpt.commit-started", "no object of the attempt is stored")
 _leased = declare("ckpt.lease-written", "only the lease is stored: invisible")
+_description_written = declare("ckpt.description-written", "only the lease and a description are stored: invisible")
 _packs_written = declare("ckpt.packs-written", "all packs are stored, but no manifest: invisible")
 _arena_released = declare(
     "ckpt.arena-released", "all packs are stored, the manifest is recorded, and the trainer owns the arena"
@@ -195,6 +196,7 @@ class _Commit:
         plan = self.plan
         if plan.description_data:
             self.store.put_if_absent(names.description(plan.run, plan.description), plan.description_data)
+            _description_written()
 
     def _store_packs(self) -> tuple[manifests.Manifest, bytes]:
         """Store every pack that the manifest needs, and return the manifest and its encoding.
