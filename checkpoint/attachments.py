@@ -102,7 +102,9 @@ def _read_file(path: str | bytes, most: int, name: str) -> Bytes:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise UsageError(f"artifact {name!r}: {os.fsdecode(path)} is not a file", hint="give the path of a file")
+                raise UsageError(
+                    f"artifact {name!r}: {os.fsdecode(path)} is not a file", hint="give the path of a file"
+                )
             _check_size(status.st_size, most, name)
             data, length = np.empty(status.st_size, np.uint8), 0
             while length < data.nbytes and (count := file.readinto(data[length:].data)):

@@ -217,7 +217,9 @@ def lines_of_shown(shown: check.Shown) -> list[str]:
     text += [f"artifact: {name}  rank {rank}  {format_bytes(size)}" for name, rank, size in shown.artifacts]
     text += [f"loader {path}: {json.dumps(position, default=str)}" for path, position in shown.loaders.items()]
     for name, section in (shown.description or {}).items():
-        text += [f"{name}.{path} = {value}" for path, value in _flat(section, "")] or [f"{name} = {json.dumps(section)}"]
+        text += [f"{name}.{path} = {value}" for path, value in _flat(section, "")] or [
+            f"{name} = {json.dumps(section)}"
+        ]
     return text
 
 

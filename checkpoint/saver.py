@@ -115,8 +115,8 @@ class Saver:
     ) -> Handle:
         """Copy the state and start its commit in a thread.
 
-        `check` is called first, and returns what is saved with the state. If it raises on one rank, all ranks raise. `name` is published when the step is
-        committed.
+        `check` is called first, and returns what is saved with the state. If it raises on one rank, all ranks raise.
+        `name` is published when the step is committed.
         """
         with span("save", step=step):
             began = time.perf_counter()

@@ -67,7 +67,9 @@ def _column(values: Sequence[Value]) -> pa.Array:
         return pa.array(values, pa.int64())
     if kinds and kinds <= {int, float}:
         return pa.array([None if value is None else float(value) for value in values], pa.float64())
-    return pa.array([value if value is None or isinstance(value, str) else repr(value) for value in values], pa.string())
+    return pa.array(
+        [value if value is None or isinstance(value, str) else repr(value) for value in values], pa.string()
+    )
 
 
 def write(steps: Sequence[StepLine], target: Path) -> Written:

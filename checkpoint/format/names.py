@@ -248,7 +248,10 @@ def id_from_bytes(raw: bytes) -> str:
 
 def time_of(attempt_id: str) -> float:
     """When the id was made, in seconds since the epoch, by the clock of the process that made it."""
-    return sum(_DIGITS.index(digit) << shift for digit, shift in zip(attempt_id[:10], range(45, -1, -5), strict=True)) / 1e3
+    return (
+        sum(_DIGITS.index(digit) << shift for digit, shift in zip(attempt_id[:10], range(45, -1, -5), strict=True))
+        / 1e3
+    )
 
 
 def is_id(text: str) -> bool:

@@ -23,13 +23,12 @@ from typing import Any
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Best, Commit, Decision, Policy, StepName, StepOfRun
-from headrace.checkpoint.format.metadata import Metadata, number_of
+from headrace.checkpoint.format.metadata import Value, number_of
 from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt, SeenLease
 from headrace.checkpoint.repository.pack_users import PackUsers
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.store.base import ObjectInfo
-
 
 MOST_BEST = 1000
 """The maximum number of steps that one rule of `Keep.best` keeps."""
@@ -106,11 +105,11 @@ def _rule(rule: object) -> tuple[str, int, str]:
     raise UsageError(f"Keep(best={rule!r:.200}): it is not a rule", hint=_RULE_HINT)
 
 
-_NO_METADATA: Mapping[StepName, Metadata] = MappingProxyType({})
+_NO_METADATA: Mapping[StepName, Mapping[str, Value]] = MappingProxyType({})
 
 
 def best_steps(
-    keep: Keep, branch: Sequence[StepName], metadata: Mapping[StepName, Metadata] = _NO_METADATA
+    keep: Keep, branch: Sequence[StepName], metadata: Mapping[StepName, Mapping[str, Value]] = _NO_METADATA
 ) -> set[StepName]:
     """The steps that a rule of `keep.best` keeps. `branch`: newest first. `metadata`: the steps' values."""
     kept: set[StepName] = set()
@@ -126,7 +125,7 @@ def steps_to_delete(
     branch: Sequence[StepName],
     others: Iterable[StepName],
     tagged: Mapping[StepName, Iterable[str]],
-    metadata: Mapping[StepName, Metadata] = _NO_METADATA,
+    metadata: Mapping[StepName, Mapping[str, Value]] = _NO_METADATA,
 ) -> set[StepName]:
     """The steps to remove.
 

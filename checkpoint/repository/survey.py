@@ -49,7 +49,6 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.store.base import Store
 
-
 _BATCH = 64
 """The number of steps whose documents are read together."""
 

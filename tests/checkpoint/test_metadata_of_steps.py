@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from headrace.checkpoint import Checkpointer, Keep, read, read_artifact
+from headrace.checkpoint import Checkpointer, Keep, read, read_artifact, recording
 from headrace.checkpoint import artifacts as reading
-from headrace.checkpoint import recording
 from headrace.checkpoint.format import artifacts
+from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.repository import check, collect, descriptions, survey
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.cli import main
@@ -41,7 +41,14 @@ def lines_of(where: Path) -> dict[int, survey.StepLine]:
 
 
 def test_metadata_is_committed_with_the_step(tmp_path: Path) -> None:
-    given = {"loss": 2.1, "tokens": 10**9, "note": "warm-up done", "broken": math.nan, "done": False, "gap": None}
+    given: Metadata = {
+        "loss": 2.1,
+        "tokens": 10**9,
+        "note": "warm-up done",
+        "broken": math.nan,
+        "done": False,
+        "gap": None,
+    }
     with open_at(tmp_path) as checkpointer:
         checkpointer.save(1, {"epoch": 1}, metadata=given).result(SECONDS)
         checkpointer.save(2, {"epoch": 2}).result(SECONDS)
@@ -167,7 +174,17 @@ def test_what_is_recorded_is_on_a_short_list(tmp_path: Path) -> None:
 
 
 def test_arguments_and_configurations_lose_their_secrets() -> None:
-    arguments = ["--lr=0.1", "--api-key=abc", "--token", "xyz", "s3://user:pw@host/b", "--tokenizer", "gpt2", "-v", "\udc80"]
+    arguments = [
+        "--lr=0.1",
+        "--api-key=abc",
+        "--token",
+        "xyz",
+        "s3://user:pw@host/b",
+        "--tokenizer",
+        "gpt2",
+        "-v",
+        "\udc80",
+    ]
     assert recording.redact_arguments(arguments) == [
         "--lr=0.1",
         "--api-key=***",
@@ -266,7 +283,7 @@ def test_a_missing_description_is_none_and_a_damaged_one_is_an_error(tmp_path: P
 def test_artifacts_are_stored_with_the_step_and_restore_ignores_them(tmp_path: Path) -> None:
     sample = tmp_path / "sample.png"
     sample.write_bytes(bytes(range(256)) * 700)
-    state = {"w": torch.arange(9.0), "epoch": 1}
+    state: dict[str, Any] = {"w": torch.arange(9.0), "epoch": 1}
     with open_at(tmp_path / "ck") as checkpointer:
         assert checkpointer.put_artifact(1, "samples/0.png", sample) == 179_200
         checkpointer.put_artifact(1, "config.yaml", b"lr: 0.001")
@@ -282,7 +299,7 @@ def test_artifacts_are_stored_with_the_step_and_restore_ignores_them(tmp_path: P
     assert read_artifact(where, run="exp", step=1, name="empty") == b""
     with read(where, run="exp", step=1) as saved:
         assert sorted(saved) == ["epoch", "w"]
-    with pytest.raises(NotFoundError, match="has no artifact 'config.yaml'"):
+    with pytest.raises(NotFoundError, match=r"has no artifact 'config\.yaml'"):
         read_artifact(where, run="exp", step=2, name="config.yaml")
     with open_store(where) as store:
         assert check.check(store).clean

@@ -95,7 +95,10 @@ def test_other_texts_are_refused_with_the_position(bad: str) -> None:
     assert "character" in str(caught.value)
 
 
-@given(st.text(alphabet="ab<>=!()'\"` 01.e-+andortu", max_size=40), st.dictionaries(st.sampled_from("ab"), st.none() | st.booleans() | st.floats() | st.text(max_size=2)))
+@given(
+    st.text(alphabet="ab<>=!()'\"` 01.e-+andortu", max_size=40),
+    st.dictionaries(st.sampled_from("ab"), st.none() | st.booleans() | st.floats() | st.text(max_size=2)),
+)
 def test_no_text_breaks_the_parser_and_no_value_breaks_the_expression(text: str, values: dict[str, Any]) -> None:
     try:
         test = where.parse(text)

@@ -134,7 +134,9 @@ def test_steps_in_groups_without_totals_are_read_listed_and_collected(tmp_path: 
 def test_metadata_descriptions_and_artifacts_are_read_and_a_policy_follows_them(tmp_path: Path) -> None:
     """`tests.golden.make_metadata` wrote them, with the code of note 0046."""
     url = str(shutil.copytree(Path(__file__).parent / "metadata", tmp_path / "golden"))
-    wanted: dict[tuple[str, int], Any] = {(make_metadata.SINGLE, step): each for step, each in make_metadata.METADATA.items()}
+    wanted: dict[tuple[str, int], Any] = {
+        (make_metadata.SINGLE, step): each for step, each in make_metadata.METADATA.items()
+    }
     wanted[make_metadata.GROUPED, 1] = {"rank": 0, "loss": 0.5}
     with open_store(url) as store:
         found = {(line.run, line.step): line.metadata for line in survey.survey(store).steps}

@@ -75,7 +75,9 @@ def test_numbers_of_numpy_become_plain_and_nothing_is_empty() -> None:
 
 @pytest.mark.parametrize("bits", ["7ff8", "zz00000000000000", "7ff80000000000001"])
 def test_bits_that_are_no_float_are_damage(bits: str) -> None:
-    document = Decision(attempt=names.new_id(), outcome="commit", metadata={"loss": step_metadata.Bits("7ff8000000000000")})
+    document = Decision(
+        attempt=names.new_id(), outcome="commit", metadata={"loss": step_metadata.Bits("7ff8000000000000")}
+    )
     data = msgspec.json.encode(document).replace(b"7ff8000000000000", bits.encode())
     with pytest.raises(CorruptionError, match="readable document"):
         decode(data, Decision, "fate")

@@ -72,12 +72,16 @@ def test_a_policy_with_a_rule_keeps_no_less_than_the_same_policy_without_it(loss
 
 def test_integers_that_a_float_cannot_hold_are_compared_exactly() -> None:
     branch = [StepName(1, 2), StepName(1, 1)]
-    metadata = {StepName(1, 1): {"tokens": 2**53 + 1}, StepName(1, 2): {"tokens": float(2**53)}}
+    metadata: dict[StepName, dict[str, Value]] = {
+        StepName(1, 1): {"tokens": 2**53 + 1},
+        StepName(1, 2): {"tokens": float(2**53)},
+    }
     assert best_steps(Keep(best=("tokens", 1, "max")), branch, metadata) == {StepName(1, 1)}
 
 
 @pytest.mark.parametrize(
-    "bad", ["loss", ("loss", 0, "min"), ("loss", True, "min"), ("loss", 3, "least"), (("a", 1, "min"), 3), ("", 1, "min")]
+    "bad",
+    ["loss", ("loss", 0, "min"), ("loss", True, "min"), ("loss", 3, "least"), (("a", 1, "min"), 3), ("", 1, "min")],
 )
 def test_a_rule_that_makes_no_sense_is_refused(bad: object) -> None:
     with pytest.raises(UsageError, match="is not a rule"):
