@@ -23,6 +23,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.cli import main
 from headrace.dataio.core.errors import CapacityError, ConflictError, CorruptionError, NotFoundError, UsageError
 from headrace.dataio.store.open import open_store
+from tests.support.ranks import launch
 from tests.support.checkpoint_states import RUN, Wrapped, begin, flip, make, save, tiny_state
 
 SECONDS = 60
@@ -523,3 +524,24 @@ def test_a_step_that_only_a_late_reader_completes_has_its_metadata(tmp_path: Pat
         assert repository.find(store, RUN, "latest") is not None
         (line,) = survey.survey(store).steps
         assert line.metadata == {"loss": 2.0}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_store_the_metadata_of_rank_0_and_artifacts_of_any_rank(tmp_path: Path, world: int) -> None:
+    """Three ranks commit in groups of two."""
+    launch(world, "tests.support.metadata_ranks", "save", str(tmp_path))
+    found = lines_of(tmp_path)
+    assert [found[step].metadata for step in (1, 2, 3)] == [{"loss": 0.5}, {"loss": 1.0}, {}]
+    assert len({line.description for line in found.values()}) == 1
+    ranks = [rank for rank in range(world) if rank != 1]
+    with open_store(str(tmp_path)) as store:
+        shown = check.describe(store, "exp", "2")
+        assert [rank for _, rank, _ in shown.artifacts] == ranks
+        assert shown.description is not None
+        assert shown.description["recorded"]["world_size"] == world
+        assert check.check(store).clean
+    for rank in ranks:
+        assert read_artifact(tmp_path, run="exp", step=2, name="log.txt", rank=rank) == b"rank %d" % rank
+    restored = launch(world - 1, "tests.support.metadata_ranks", "restore", str(tmp_path))
+    assert [lines[0]["own"] for lines in restored] == [[float(rank)] * 3 for rank in range(world - 1)]
