@@ -122,6 +122,11 @@ class Repository:
         if len(report.steps) != self._steps or bool(report.steps[0].metadata) != self.best:
             raise AssertionError(f"{len(report.steps)} steps were listed")
 
+    def log(self) -> None:
+        """Read all steps with their metadata, newest first."""
+        if sum(1 for _ in survey.newest_first(self.store, RUN)) != self._steps:
+            raise AssertionError("not all steps were read")
+
     def retain(self, collector: collect.Collector, last: int) -> None:
         """Remove the one step that the policy does not keep."""
         keep = Keep(last=last, best=("loss", 3, "min") if self.best else ())
@@ -135,6 +140,7 @@ def measure(count: int, ranks: int, latency: float, best: bool = False) -> dict[
     repository = Repository(count, ranks, latency, best)
     latest = repository.cost(repository.latest)
     listing = repository.cost(repository.list)
+    log = repository.cost(repository.log)
     collector = collect.Collector(repository.store, collect.AT_ONCE)
     first = repository.cost(lambda: repository.retain(collector, count - 1))
     repository.add()
@@ -144,6 +150,8 @@ def measure(count: int, ranks: int, latency: float, best: bool = False) -> dict[
         "latest_requests": latest.requests,
         "listing_s": round(listing.seconds, 3),
         "listing_requests": listing.requests,
+        "log_s": round(log.seconds, 3),
+        "log_requests": log.requests,
         "first_retention_s": round(first.seconds, 3),
         "first_retention_requests": first.requests,
         "retention_s": round(after_commit.seconds, 3),

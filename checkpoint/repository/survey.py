@@ -248,18 +248,28 @@ def _line(
 
 def newest_first(store: Store, run: str) -> Iterator[StepLine]:
     """The steps of the run's newest branch, newest first. They are read in batches, as they are asked for."""
-    bases = repository.visible(store, run)
-    while batch := list(islice(bases, _BATCH)):
-        yield from many(partial(_line_of, store, run), batch)
+    yielded: set[int] = set()
+    for segment in timeline.branch(store, run):
+        steps = timeline.steps_newest_first(store, run, segment.timeline, segment.upto)
+        unseen = (at for at in steps if at not in yielded)
+        while batch := list(islice(unseen, _BATCH)):
+            for line in many(partial(_line_at, store, run, segment.timeline), batch):
+                yielded.add(line.step)
+                yield line
 
 
-def _line_of(store: Store, run: str, base: Base) -> StepLine | None:
-    """The line of a step; None if a collection has removed it."""
+def _line_at(store: Store, run: str, number: int, at: int) -> StepLine | None:
+    """The line of a step; None if it is not committed, or if a collection has removed it."""
     try:
+        committed = commit.find_commit(store, names.commit(run, number, at))
+        if committed is None and repository.recognise(store, run, number, at) is not None:
+            committed = commit.find_commit(store, names.commit(run, number, at))
+        if committed is None or committed.tombstone:
+            return None
+        base = Base(number, at, committed.attempt)
         decision, totals = _totals(store, run, base)
-        committed = commit.find_commit(store, names.commit(run, base.timeline, base.step))
     except (CorruptionError, NotFoundError):
-        if repository.has_tombstone(store, run, base.timeline, base.step):
+        if repository.has_tombstone(store, run, number, at):
             return None
         raise
     return _line(run, base, totals, decision, committed, current=True)

@@ -23,8 +23,8 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.cli import main
 from headrace.dataio.core.errors import CapacityError, ConflictError, CorruptionError, NotFoundError, UsageError
 from headrace.dataio.store.open import open_store
-from tests.support.ranks import launch
 from tests.support.checkpoint_states import RUN, Wrapped, begin, flip, make, save, tiny_state
+from tests.support.ranks import launch
 
 SECONDS = 60
 

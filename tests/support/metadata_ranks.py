@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ names.GROUP_RANKS = 2
 def main(what: str, directory: str) -> None:
     rank = dist.get_rank()
     torch.manual_seed(1)
-    state = {"model": torch.nn.Linear(40, 40), "own": torch.full((3,), float(rank))}
+    state: dict[str, Any] = {"model": torch.nn.Linear(40, 40), "own": torch.full((3,), float(rank))}
     with Checkpointer(directory, run="exp", sidecar=None, timeout=60) as checkpointer:
         if what == "restore":
             step = checkpointer.restore(state)
