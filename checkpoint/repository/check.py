@@ -61,6 +61,7 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
     existing = _check_tables(store, needs, report)
     if data:
         _check_data(store, existing, needs, report)
+    _check_descriptions(store, steps, report)
     if report.problems:
         report.problems = _of_remaining_steps(store, steps, report.problems)
     if run is None and not report.problems:
@@ -154,6 +155,24 @@ def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Repor
         for chunk in sorted(chunks, key=lambda c: c.offset):
             damage = f"the {chunk.stored} bytes at offset {chunk.offset} differ from the bytes that were written"
             report.problems.append(Problem(key, damage, _hits(needs, key, [chunk])))
+
+
+def _check_descriptions(store: Store, steps: Iterable[Step], report: Report) -> None:
+    """Read each description that a step names, once, and report those that are missing or damaged."""
+    users: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for step in steps:
+        if step.manifests[0].description:
+            users[step.run, step.manifests[0].description].append(_label(step))
+
+    def flaw(run: str, digest: str) -> str:
+        try:
+            return "" if descriptions.read(store, run, digest) is not None else _MISSING
+        except CorruptionError as error:
+            return error.message
+
+    for at, problem in many(lambda at: (at, flaw(*at)), sorted(users)):
+        if problem:
+            report.problems.append(Problem(names.description(*at), problem, tuple(users[at])))
 
 
 def _hits(needs: _Needs, key: str, chunks: Iterable[Chunk]) -> tuple[str, ...]:

@@ -271,9 +271,13 @@ def test_a_missing_description_is_none_and_a_damaged_one_is_an_error(tmp_path: P
     (path,) = (tmp_path / "runs" / "exp" / "descriptions").iterdir()
     flip(path, 20)
     with open_store(str(tmp_path)) as store:
+        (problem,) = check.check(store, data=False).problems
+        assert (problem.object, problem.hits) == (f"runs/exp/descriptions/{path.name}", ("exp/1/1",))
         with pytest.raises(CorruptionError, match="its digest differs"):
             descriptions.read(store, "exp", path.stem)
         path.unlink()
+        (problem,) = check.check(store).problems
+        assert problem.what == "it is missing"
         assert descriptions.read(store, "exp", path.stem) is None
         assert check.describe(store, "exp", "1").description is None
 
