@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
@@ -52,10 +52,33 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     parsers["log"].add_argument("-n", "--limit", type=int, metavar="N", help="only the newest N of these steps")
     parsers["table"].add_argument("-o", "--output", required=True, metavar="FILE", help="the Parquet file to write")
     listing = parsers["artifacts"]
+    _accept_any_order(listing)
     listing.add_argument("name", nargs="?", metavar="NAME", help="fetch this artifact; without NAME, list them")
     listing.add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
     listing.add_argument("--rank", type=int, metavar="R", help="of this rank; default: the lowest that has NAME")
     listing.add_argument("-o", "--output", metavar="FILE", help="write it into FILE; default: standard output")
+
+
+def _accept_any_order(parser: argparse.ArgumentParser) -> None:
+    """Let an optional positional argument follow options, as in `URL --run exp42 NAME`. argparse alone refuses that."""
+    parse = parser.parse_known_args
+
+    def reordered(args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        if "--" in (args or ()):
+            return parse(args, namespace)
+        words, options, positionals = iter(args or ()), list[str](), list[str]()
+        for word in words:
+            if not word.startswith("-") or word == "-":
+                positionals.append(word)
+                continue
+            options.append(word)
+            known = parser._option_string_actions
+            matching = [known[word]] if word in known else [known[name] for name in known if name.startswith(word)]
+            if matching and matching[0].nargs is None:  # it takes the next word
+                options += [value for value in [next(words, None)] if value is not None]
+        return parse([*positionals, *options], namespace)
+
+    setattr(parser, "parse_known_args", reordered)  # noqa: B010
 
 
 def add_columns(parser: argparse.ArgumentParser) -> None:

@@ -63,15 +63,15 @@ class Description:
             description.encode(merged)
             self._given, self._encoded = merged, None
 
-    def current(self) -> tuple[str, bytes]:
+    def current(self, *, urgent: bool = False) -> tuple[str, bytes]:
         """The digest of the description, and its bytes if no save has stored them; ("", b"") if there is nothing.
 
-        The first call may run `git`.
+        The first call may run `git`, unless it is `urgent`. An urgent first call returns a description without facts.
         """
         try:
             with self._lock:
-                if self._record and self._facts is None:
-                    self._facts = facts_of_process(self._world_size)
+                if self._record and self._facts is None and not urgent:
+                    self._facts, self._encoded = facts_of_process(self._world_size), None
                 if self._encoded is None:
                     data = self._encode()
                     self._encoded = (description.name_of(data) if data else "", data)
@@ -131,7 +131,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     safe = ["core.hooksPath=/dev/null", "core.fsmonitor=false", "core.pager=cat"]
     command = ["git", "--no-optional-locks", *(part for option in safe for part in ("-c", option)), *arguments]
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    environment |= {"GIT_TERMINAL_PROMPT": "0", "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C"}
+    environment |= {"GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(
             command,

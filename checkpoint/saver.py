@@ -381,7 +381,7 @@ class Saver:
         """The save with the description of the run. The first call may take the time of `git`."""
         if self._description is None:
             return save
-        name, data = self._description.current()
+        name, data = self._description.current(urgent=save.urgent)
         described = msgspec.structs.replace(save.plan, description=name, description_data=data)
         return replace(save, plan=described)
 

@@ -264,6 +264,20 @@ def test_a_git_that_hangs_does_not_hold_the_save_up(
     assert recording.git_facts(git_folder) == {}
 
 
+def test_an_urgent_first_save_does_not_wait_for_git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(recording, "git_facts", lambda folder: calls.append(folder) or {})
+    with open_at(tmp_path) as checkpointer:
+        checkpointer.describe(config={"lr": 1})
+        checkpointer.save(1, {"epoch": 1}, priority="preemption").result(SECONDS)
+        assert not calls
+        checkpointer.save(2, {"epoch": 2}).result(SECONDS)
+        checkpointer.save(3, {"epoch": 3}).result(SECONDS)
+    assert len(calls) == 1
+    found = lines_of(tmp_path)
+    assert found[1].description != found[2].description == found[3].description
+
+
 def test_a_missing_description_is_none_and_a_damaged_one_is_an_error(tmp_path: Path) -> None:
     with open_at(tmp_path, record=False) as checkpointer:
         checkpointer.describe(config={"lr": 1})
@@ -475,8 +489,9 @@ def test_artifacts_lists_and_fetches(filled: str, tmp_path: Path, capsysbinary: 
     common = ("--run", "exp", "--step", "10")
     assert main(["ckpt", "artifacts", filled, *common]) == 0
     assert capsysbinary.readouterr().out == b"log.txt  rank 0  8 B\n"
-    assert main(["ckpt", "artifacts", filled, "log.txt", *common]) == 0
-    assert capsysbinary.readouterr().out == b"all good"
+    for words in ([filled, "log.txt", *common], [filled, *common, "log.txt"], [*common, filled, "log.txt", "--rank=0"]):
+        assert main(["ckpt", "artifacts", *words]) == 0
+        assert capsysbinary.readouterr().out == b"all good"
     assert main(["ckpt", "artifacts", filled, "log.txt", *common, "-o", str(tmp_path / "out"), "--json"]) == 0
     assert (tmp_path / "out").read_bytes() == b"all good"
     assert main(["ckpt", "artifacts", filled, "nope", *common]) == 2

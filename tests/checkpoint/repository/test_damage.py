@@ -64,7 +64,18 @@ def repository_with_everything() -> tuple[MemoryStore, list[Base]]:
 
 
 DESCRIPTION = description.encode({"config": {"lr": 1e-3}})
-KINDS = ["descriptions/", "repo.json", "timelines/", "COMMIT", "/fate", ".manifest", "packs/", "leases/", "gc/", "tags/"]
+KINDS = [
+    "descriptions/",
+    "repo.json",
+    "timelines/",
+    "COMMIT",
+    "/fate",
+    ".manifest",
+    "packs/",
+    "leases/",
+    "gc/",
+    "tags/",
+]
 
 
 def damages(data: bytes, chance: random.Random, count: int) -> Iterator[tuple[str, bytes]]:
