@@ -49,8 +49,8 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.store.base import Store
 
-_BATCH = 64
-"""The number of steps whose documents are read together."""
+_BATCH, _MAX_BATCH = 64, 4096
+"""The number of steps whose documents `newest_first` reads together: first, and at most. It doubles each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +248,12 @@ def _line(
 
 def newest_first(store: Store, run: str) -> Iterator[StepLine]:
     """The steps of the run's newest branch, newest first. They are read in batches, as they are asked for."""
-    yielded: set[int] = set()
+    yielded, size = set[int](), _BATCH
     for segment in timeline.branch(store, run):
         steps = timeline.steps_newest_first(store, run, segment.timeline, segment.upto)
         unseen = (at for at in steps if at not in yielded)
-        while batch := list(islice(unseen, _BATCH)):
+        while batch := list(islice(unseen, size)):
+            size = min(2 * size, _MAX_BATCH)
             for line in many(partial(_line_at, store, run, segment.timeline), batch):
                 yielded.add(line.step)
                 yield line

@@ -433,6 +433,8 @@ def test_one_process_can_commit_for_all_ranks() -> None:
     found = job.run(alone)
     assert found.attempt == base.attempt
     assert contents(job, base) == WHOLE
+    decision = job.run(lambda: read(job.store, names.decision(RUN, 1, 1, base.attempt), Decision))
+    assert decision.values() == {"rank": 0, "step": 1}
     assert job.run(alone).attempt == base.attempt
 
 
