@@ -1,7 +1,8 @@
 """The description of a run: what the user gives, and a few facts that are recorded without being asked.
 
-Invariant: only the facts listed in `facts_of_process` are recorded. They hold no environment variable, host name, user
-name or folder. Values that look like secrets are replaced by `***`, in arguments and in what the user gives.
+Invariant: only the facts listed in `facts_of_process` are recorded. They hold no environment variable, and no host name,
+user name or folder, unless an argument of the script contains it. Values that look like secrets are replaced by `***`,
+in arguments and in what the user gives.
 Failure behaviour: a fact that cannot be determined is missing. `git` is stopped after `GIT_SECONDS`. `describe` raises
 `UsageError` for a value that cannot be stored. An automatic description that cannot be stored is logged, and the step is
 saved without it.
@@ -57,7 +58,7 @@ class Description:
         for name in sections:
             if name in RESERVED:
                 raise UsageError(f"a description cannot have a section {name!r}", hint="choose another name")
-        given = {name: without_secrets(description.plain_json(value, name, 0)) for name, value in sections.items()}
+        given = without_secrets({name: description.plain_json(value, name, 0) for name, value in sections.items()})
         with self._lock:
             merged = {name: value for name, value in (self._given | given).items() if value is not None}
             description.encode(merged)

@@ -209,13 +209,13 @@ def test_arguments_and_configurations_lose_their_secrets() -> None:
 
 def test_a_description_that_cannot_be_stored_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     with open_at(tmp_path, record=False) as checkpointer:
-        checkpointer.describe(config={"lr": 1})
+        checkpointer.describe(config={"lr": 1}, api_key="x")
         for bad in ({"config": object()}, {"recorded": 1}, {"version": 1}, {"big": "x" * 300_000}):
             with pytest.raises(UsageError):
                 checkpointer.describe(**bad)
         checkpointer.save(1, {"epoch": 1}).result(SECONDS)
     with read(tmp_path, run="exp") as saved:
-        assert saved.description == {"config": {"lr": 1}}
+        assert saved.description == {"config": {"lr": 1}, "api_key": "***"}
 
 
 @pytest.fixture
