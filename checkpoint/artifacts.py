@@ -23,6 +23,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring.chunk_reader import LeasedStep
 from headrace.dataio.core.errors import CorruptionError, NotFoundError
+from headrace.dataio.core.limits import check_memory
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
@@ -105,6 +106,7 @@ def read_artifact(
 def read_bytes(store: Store, step: Step, name: str, rank: int | None = None) -> bytearray:
     """The artifact's bytes."""
     manifest, tensor = find(step, name, rank)
+    check_memory(tensor.nbytes, f"artifact {name!r}")
     data = bytearray(tensor.nbytes)
 
     def write(at: int, part: memoryview) -> None:

@@ -103,7 +103,7 @@ def ckpt(options: argparse.Namespace) -> int:
         if options.action in COMMANDS:
             return run(store, options)
         if options.action == "ls":
-            report = cli_metadata.select(survey.survey(store, options.run), options)
+            report = cli_metadata.listed(store, options)
         else:
             report = check.check(store, options.run, data=not options.quick)
     if options.json:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import islice
@@ -106,16 +106,20 @@ def values_of(line: StepLine) -> Mapping[str, Value]:
     return line.metadata | fields
 
 
-def selected(lines: Iterable[StepLine], options: argparse.Namespace) -> Iterator[StepLine]:
-    """The steps for which `--where` holds."""
-    test = where.parse(options.where) if options.where else None
-    return (line for line in lines if test is None or test(values_of(line)))
+def _test(options: argparse.Namespace) -> Callable[[StepLine], bool]:
+    """Whether `--where` holds for a step."""
+    if not options.where:
+        return lambda line: True
+    test = where.parse(options.where)
+    return lambda line: test(values_of(line))
 
 
-def select(report: Report, options: argparse.Namespace) -> Report:
-    """The report with the steps that `--where` selects, and without attempts that are no step."""
+def listed(store: Store, options: argparse.Namespace) -> Report:
+    """The report of `ls`. With `--where`, it has only the steps that are selected."""
+    test = _test(options)
+    report = survey.survey(store, options.run)
     if options.where:
-        report.steps, report.unfinished = list(selected(report.steps, options)), []
+        report.steps, report.unfinished = list(filter(test, report.steps)), []
     return report
 
 
@@ -159,7 +163,7 @@ def _log(store: Store, options: argparse.Namespace) -> int:
         raise UsageError("log needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
     if options.limit is not None and options.limit < 1:
         raise UsageError(f"--limit {options.limit}: give a whole number from 1")
-    steps = islice(selected(survey.newest_first(store, options.run), options), options.limit)
+    steps = islice(filter(_test(options), survey.newest_first(store, options.run)), options.limit)
     if options.json:
         print(json.dumps([step_as_json(line) for line in steps], indent=1))
         return 0
