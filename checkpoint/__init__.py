@@ -14,13 +14,14 @@ from headrace.dataio.core.imports import exports
 
 if TYPE_CHECKING:
     from headrace.checkpoint.api import Checkpointer
+    from headrace.checkpoint.artifacts import read_artifact
     from headrace.checkpoint.handle import Handle, SaveResult
     from headrace.checkpoint.publishing.subscriber import Subscriber
     from headrace.checkpoint.repository.retention import Keep
     from headrace.checkpoint.restoring.saved_step import read
     from headrace.checkpoint.rng import RNG
 
-__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "Subscriber", "read"]
+__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "Subscriber", "read", "read_artifact"]
 
 _WHERE = {
     "Checkpointer": "headrace.checkpoint.api",
@@ -30,6 +31,7 @@ _WHERE = {
     "SaveResult": "headrace.checkpoint.handle",
     "Subscriber": "headrace.checkpoint.publishing.subscriber",
     "read": "headrace.checkpoint.restoring.saved_step",
+    "read_artifact": "headrace.checkpoint.artifacts",
 }
 
 __getattr__, __dir__ = exports(__name__, _WHERE)

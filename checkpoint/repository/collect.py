@@ -37,6 +37,7 @@ from headrace.checkpoint.format.documents import (
     StepOfRun,
     encode,
 )
+from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.repository import commit, tag_records, timeline
 from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
@@ -84,8 +85,9 @@ def to_delete(
 ) -> set[StepOfRun]:
     """Steps of the run that the policy does not keep.
 
-    With the `reader` of the inventory, the newest `THREADS` steps that the policy counts are read again, because another
-    collection may have removed them. So at least the newest step exists.
+    With the `reader` of the inventory, the newest `THREADS` steps that the policy counts, and the steps that count as
+    best, are read again, because another collection may have removed them. So at least the newest step exists, and a
+    removed step does not take the place of a best one.
 
     The `inventory` lists all steps before this function reads the branch. A step that is committed in between is
     then seen only in the branch, as its newest step. In the opposite order, the function would treat that step as
@@ -93,11 +95,14 @@ def to_delete(
     """
     inventory = inventory or Reader(store).look()
     branch = list(_branch(store, run, inventory))
+    values = _metadata(run, branch, inventory) if keep.best else {}
+    confirmed: set[StepName] = set()
     while reader is not None:
-        counted = branch[: min(keep.last or 1, THREADS)]
-        gone = reader.confirm(inventory, [StepOfRun(run, name.timeline, name.step) for name in counted])
+        counted = {*branch[: min(keep.last or 1, THREADS)], *plans.best_steps(keep, branch, values)} - confirmed
+        gone = reader.confirm(inventory, [StepOfRun(run, name.timeline, name.step) for name in sorted(counted)])
         if not gone:
             break
+        confirmed |= {name for name in counted if StepOfRun(run, name.timeline, name.step) not in gone}
         branch = [name for name in branch if StepOfRun(run, name.timeline, name.step) not in gone]
     committed = {
         StepName(at.timeline, at.step)
@@ -110,7 +115,7 @@ def to_delete(
     for tag in (tag for records in tag_records.current_records(store).values() for tag in records):
         if tag.run == run:
             named.setdefault(StepName(tag.timeline, tag.step), set()).add(tag.name)
-    selected = steps_to_delete(keep, branch, others, named)
+    selected = steps_to_delete(keep, branch, others, named, values)
     return {StepOfRun(run, name.timeline, name.step) for name in selected}
 
 
@@ -129,6 +134,22 @@ def _branch(store: Store, run: str, inventory: Inventory) -> Iterator[StepName]:
             if is_in_segment and _exists(store, StepOfRun(run, segment.timeline, at), inventory):
                 yielded.add(at)
                 yield StepName(segment.timeline, at)
+
+
+def _metadata(run: str, branch: Iterable[StepName], inventory: Inventory) -> dict[StepName, Metadata]:
+    """The numbers in the metadata of these steps, as far as they were seen.
+
+    A step that was committed after the look has none. No record names such a step, so it is not removed.
+    """
+    values: dict[StepName, Metadata] = {}
+    complete = {attempt.step: attempt for attempt in plans.unfinished(inventory)}
+    for name in branch:
+        at = StepOfRun(run, name.timeline, name.step)
+        seen_commit = inventory.commits.get(at)
+        attempt = inventory.attempts.get(seen_commit.attempt) if seen_commit is not None else complete.get(at)
+        if attempt is not None and attempt.decision is not None:
+            values[name] = attempt.decision.values()
+    return values
 
 
 def _exists(store: Store, at: StepOfRun, inventory: Inventory) -> bool:

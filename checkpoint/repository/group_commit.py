@@ -34,6 +34,7 @@ from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base, Commit, Decision
 from headrace.checkpoint.format.group import Group, Summary
+from headrace.checkpoint.format.metadata import to_json
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import (
@@ -241,6 +242,8 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
         world_size=attempt.world_size,
         group_ranks=names.GROUP_RANKS,
         totals=tally.totals(),
+        metadata=to_json(tally.metadata),
+        description=tally.description,
     )
     commit.put_decision(store, attempt, lease, document)
 

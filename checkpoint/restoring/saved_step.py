@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from headrace.checkpoint.format.chunking import Box, whole
+from headrace.checkpoint.repository import descriptions
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import chunk_reader
@@ -101,6 +102,16 @@ class SavedStep(Mapping[str, Any]):
         }
         self._close: Callable[[], object] = lambda: None
         self._closed = False
+
+    @property
+    def metadata(self) -> dict[str, int | float | bool | str | None]:
+        """The metadata that the step was saved with."""
+        return dict(self._opened.manifests[0].metadata)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The description of the run at the step, by section; empty if none was stored."""
+        return descriptions.read(self._store, self._opened.run, self._opened.manifests[0].description) or {}
 
     def keep(self, stack: contextlib.ExitStack) -> Self:
         """Close `stack` together with this step, also when the step is garbage-collected."""
