@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.checkpoint import cli_compare, cli_copy
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
@@ -84,6 +85,8 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     for action in (listing, checking):
         _add_common(action)
     add(actions, _add_common)
+    cli_compare.add(actions, _add_common)
+    cli_copy.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -262,4 +265,6 @@ COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     "tag": _tag,
     "untag": _untag,
     "tags": _tags,
+    **cli_compare.COMMANDS,
+    **cli_copy.COMMANDS,
 }
