@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -75,7 +76,7 @@ def _pairs(options: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator
         steps = [f"{options.run}@{step}" for step in options.steps.split(",")]
         if not 2 <= len(steps) <= MOST_STEPS:
             raise UsageError(f"--steps names {counted(len(steps), 'step')}", hint=f"give 2 to {MOST_STEPS} steps")
-        yield from ((a, b, None) for a, b in zip(steps, steps[1:], strict=False))
+        yield from ((a, b, None) for a, b in itertools.pairwise(steps))
     elif len(between) == 3:
         yield between[0], between[2], stack.enter_context(open_store(between[1]))
     elif len(between) == 2:

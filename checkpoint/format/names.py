@@ -241,6 +241,14 @@ def id_from_bytes(raw: bytes) -> str:
     return "".join([_DIGITS[number >> shift & 31] for shift in range(125, -1, -5)])
 
 
+def bytes_of_id(text: str) -> bytes:
+    """The inverse of `id_from_bytes`."""
+    number = 0
+    for character in check_id(text):
+        number = number << 5 | _DIGITS.index(character)
+    return number.to_bytes(16, "big")
+
+
 def is_id(text: str) -> bool:
     """Whether `text` is an id."""
     return _PATTERN.fullmatch(text) is not None
