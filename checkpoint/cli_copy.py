@@ -21,6 +21,7 @@ from headrace.checkpoint.copies.copy import (
     PRESENT,
     REMOVED_HERE,
     REMOVED_THERE,
+    CopyProgress,
     CopyReport,
     Progress,
     RunCopier,
@@ -70,7 +71,7 @@ def _copy(store: Store, options: argparse.Namespace) -> int:
     report = CopyReport()
     with open_store(options.destination) as destination:
         began, interval = time.monotonic(), _seconds(options.follow) if options.follow else None
-        with byte_progress("copying", lambda done: f"{done.run} step {done.step}", quiet=options.json) as progress:
+        with byte_progress("copying", _describe, quiet=options.json) as progress:
             copiers: dict[str, RunCopier] = {}
             while True:
                 try:
@@ -138,6 +139,10 @@ def _seconds(text: str) -> float:
     if not number.isascii() or not number.isdecimal() or not 0 < int(number) * (factor or 1) <= _MOST_SECONDS:
         raise UsageError(f"--follow {text!r:.40}: not a time", hint="give for example 30s, 5m or 1h, at most a day")
     return float(int(number) * (factor or 1))
+
+
+def _describe(done: CopyProgress) -> str:
+    return f"{done.run} step {done.step}"
 
 
 def _line(done: StepCopy) -> str:

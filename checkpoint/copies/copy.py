@@ -148,12 +148,15 @@ def copy(
         raise UsageError("both steps and last are given", hint="give one of them")
     selection = Selection(tuple(steps) if steps is not None else None, last, tags)
     with contextlib.ExitStack() as stack:
-        opened = [
-            each if isinstance(each, Store) else stack.enter_context(open_store(each, storage_options=storage_options))
-            for each in (source, destination)
-        ]
+
+        def opened(where: str | os.PathLike[str] | Store) -> Store:
+            if isinstance(where, Store):
+                return where
+            return stack.enter_context(open_store(where, storage_options=storage_options))
+
         report = CopyReport()
-        for copier in run_copiers(*opened, run, as_run, workers=workers, progress=progress):
+        copiers = run_copiers(opened(source), opened(destination), run, as_run, workers=workers, progress=progress)
+        for copier in copiers:
             report.steps += copier.copy(selection)
             report.tags += copier.tags_set
         return report
@@ -223,7 +226,8 @@ class RunCopier:
         self._timelines.copy()  # after the selection, so that no step is copied before its timeline
         new = [base for base in selected if (base.timeline, base.step) not in self._done]
         states = list(many(self._state, new))
-        self._index.load(self.route.store, self.route.run, (found for _, found, _ in reversed(states) if found))
+        if any(found is None and not is_removed for _, found, is_removed in states):
+            self._index.load(self.route.store, self.route.run, self._existing())
         for base, found, is_removed in states:
             if is_removed:
                 yield self._outcome(base, REMOVED_HERE)
@@ -256,6 +260,15 @@ class RunCopier:
         found = repository.recognise(store, run, base.timeline, base.step)
         removed = found is None and commit.find_commit(store, names.commit(run, base.timeline, base.step)) is not None
         return base, found, removed
+
+    def _existing(self) -> Iterator[Base]:
+        """The steps of the run at the destination, newest first."""
+        store, run = self.route.store, self.route.run
+        for number in reversed(timeline.numbers(store, run)):
+            for at in timeline.steps_newest_first(store, run, number):
+                found = repository.recognise(store, run, number, at)
+                if found is not None:
+                    yield found
 
     def _copy(self, base: Base, *, is_named: bool) -> StepCopy:
         self._step, began = base.step, self._clock.monotonic()
