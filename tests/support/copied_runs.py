@@ -18,7 +18,10 @@ def filled(store: Store, steps: int = 3) -> list[Base]:
     number, bases = begin(store), list[Base]()
     for step in range(1, steps + 1):
         bases.append(
-            save(store, make(store, tiny_state(step), step=step, number=number, bases=tuple(bases[-1:]), values={"n": step}))
+            save(
+                store,
+                make(store, tiny_state(step), step=step, number=number, bases=tuple(bases[-1:]), values={"n": step}),
+            )
         )
     return bases
 

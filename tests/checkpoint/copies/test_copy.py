@@ -78,7 +78,9 @@ def test_packs_of_which_everything_is_copied_are_stored_with_the_same_bytes(
 ) -> None:
     filled(source)
     copy(source, store)
-    bodies = [{data for key, (data, _) in each.objects.items() if key.startswith(names.PACKS)} for each in (source, store)]
+    bodies = [
+        {data for key, (data, _) in each.objects.items() if key.startswith(names.PACKS)} for each in (source, store)
+    ]
     assert bodies[0] == bodies[1]
 
 

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from headrace.checkpoint.copies.copy import RunCopier, Selection, run_copiers
 from headrace.checkpoint.format import manifest, names
-from headrace.checkpoint.format.documents import StepOfRun
+from headrace.checkpoint.format.documents import Base, StepOfRun
 from headrace.checkpoint.repository import collect, commit, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Location
-from tests.support.checkpoint_states import RUN, begin, load, make, save, tiny_state
-from tests.support.copied_runs import filled
+from tests.support.checkpoint_states import RUN, begin, load, make, save
 from tests.support.stepping import Actor, Killed, MemoryStore, StoreClock, drive_to_end, stepping
 
 pytestmark = pytest.mark.slow
+STEPS = tuple(range(1, 12))
 ONE, TWO, COLLECTOR, POLICY, TIME, KILL = range(6)
+
+
+def state_of(step: int) -> dict[str, bytes]:
+    """A part that every second step shares, and one that no other step has."""
+    return {
+        "turn": np.random.default_rng(step % 2).bytes(80 * KIB),
+        "new": np.random.default_rng(100 + step).bytes(70 * KIB),
+    }
 
 
 class Named(MemoryStore):
@@ -33,18 +43,23 @@ class Named(MemoryStore):
 
 
 class World:
-    """A run of four steps in two timelines at the source. One step is at the destination when the search begins."""
+    """A run of eleven steps in two timelines at the source. One step is at the destination when the search begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         self.source, self.store = Named("memory://source"), Named("memory://destination")
-        bases = filled(self.source)
-        number = begin(self.source, bases[1])
-        save(self.source, make(self.source, tiny_state(7), step=3, number=number, bases=(bases[1],)))
-        list(self.copier().copy(Selection(steps=(1,))))
+        self.chance = random.Random(seed)
+        number, bases = begin(self.source), list[Base]()
+        for step in STEPS[:-1]:
+            bases.append(
+                save(self.source, make(self.source, state_of(step), step=step, number=number, bases=tuple(bases[-2:])))
+            )
+        number = begin(self.source, bases[-2])
+        last = make(self.source, state_of(STEPS[-1]), step=STEPS[-1], number=number, bases=(bases[-2],))
+        save(self.source, last)
+        list(self.copier().copy(Selection(steps=(1, 2))))
         stepping(self.store)
         self.actors = [Actor(self.store, self.copy) for _ in range(2)]
-        self.actors += [Actor(self.store, lambda: collect.collect(self.store, (), self.clock))]
-        self.actors += [Actor(self.store, lambda: collect.retain(self.store, RUN, Keep(last=1), self.clock))]
+        self.actors += [Actor(self.store, self.collect), Actor(self.store, self.retain)]
 
     @property
     def clock(self) -> StoreClock:
@@ -54,7 +69,15 @@ class World:
         return run_copiers(self.source, self.store, RUN, workers=1, clock=self.clock)[0]
 
     def copy(self) -> None:
-        list(self.copier().copy(Selection()))
+        """Copy all steps, or some of them, so that a step may be copied after a newer one."""
+        steps = tuple(self.chance.sample(STEPS[:-2] + STEPS[-1:], self.chance.randint(1, 2)))
+        list(self.copier().copy(Selection(steps=steps if self.chance.random() < 0.9 else None)))
+
+    def collect(self) -> None:
+        collect.collect(self.store, (), self.clock)
+
+    def retain(self) -> None:
+        collect.retain(self.store, RUN, Keep(last=1), self.clock)
 
     def move(self, choice: int, chance: random.Random) -> None:
         if choice == TIME:
@@ -72,7 +95,7 @@ class World:
     def restart(self, choice: int) -> None:
         error = self.actors[choice].error
         assert error is None or isinstance(error, HeadraceError | Killed), repr(error)
-        work = self.copy if choice in (ONE, TWO) else lambda: collect.collect(self.store, (), self.clock)
+        work = {ONE: self.copy, TWO: self.copy, COLLECTOR: self.collect, POLICY: self.retain}[choice]
         self.actors[choice] = Actor(self.store, work)
 
     def committed(self) -> list[tuple[StepOfRun, str]]:
@@ -102,7 +125,7 @@ class World:
         self.store.now += 8 * 86400.0
         collect.collect(self.store, (), self.clock)
         collect.collect(self.store, (), self.clock)
-        self.copy()
+        list(self.copier().copy(Selection()))
         self.check()
         self.check_steps()
 
@@ -127,9 +150,9 @@ def _probed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_no_step_of_a_copy_ever_lacks_a_pack(seed: int) -> None:
     chance = random.Random(seed)
-    world = World()
-    weights = [(30, 10, 10, 5, 1, 1), (10, 10, 20, 20, 2, 1), (30, 30, 5, 5, 0.3, 0.5)][seed % 3]
-    for _ in range(600):
+    world = World(seed)
+    weights = [(30, 10, 1, 40, 0.2, 0.2), (10, 10, 5, 40, 0.6, 0.4), (10, 3, 2, 60, 0.1, 0.1)][seed % 3]
+    for _ in range(800):
         world.move(chance.choices(range(6), weights)[0], chance)
     world.end()
 
