@@ -95,16 +95,17 @@ def _block(one: npt.NDArray[np.uint8], two: npt.NDArray[np.uint8], dtype: str, i
     nonfinite = len(a) - int(np.count_nonzero(finite))
     if nonfinite:
         a, b = a[finite], b[finite]
-    difference = b - a
-    return Change(
-        elements,
-        int(np.count_nonzero(unequal)),
-        nonfinite,
-        float(a @ a),
-        float(b @ b),
-        float(difference @ difference),
-        float(np.abs(difference).max(initial=0.0)),
-    )
+    with np.errstate(over="ignore"):  # squares of 64-bit floats may be infinite
+        difference = b - a
+        return Change(
+            elements,
+            int(np.count_nonzero(unequal)),
+            nonfinite,
+            float(a @ a),
+            float(b @ b),
+            float(difference @ difference),
+            float(np.abs(difference).max(initial=0.0)),
+        )
 
 
 def _values(data: npt.NDArray[np.uint8], dtype: str) -> Floats:

@@ -35,7 +35,9 @@ def test_a_damaged_chunk_is_named_and_its_step_is_not_committed(tmp_path: Path) 
         bases = filled(source)
         (pack,) = source.list(names.packs(bases[1].attempt))
         flip(tmp_path / "one" / pack.key, 200 * KIB // 2)
-        with pytest.raises(CorruptionError, match=r"step 2 of run exp is damaged: rank 0, tensor 'weights', .* at offset"):
+        with pytest.raises(
+            CorruptionError, match=r"step 2 of run exp is damaged: rank 0, tensor 'weights', .* at offset"
+        ):
             copy(source, store, run=RUN)
         found = latest(store)
         assert found is not None
