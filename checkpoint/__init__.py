@@ -14,12 +14,14 @@ from headrace.dataio.core.imports import exports
 
 if TYPE_CHECKING:
     from headrace.checkpoint.api import Checkpointer
+    from headrace.checkpoint.compare.diff import diff
+    from headrace.checkpoint.copies.copy import copy
     from headrace.checkpoint.handle import Handle, SaveResult
     from headrace.checkpoint.repository.retention import Keep
     from headrace.checkpoint.restoring.saved_step import read
     from headrace.checkpoint.rng import RNG
 
-__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "read"]
+__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "copy", "diff", "read"]
 
 _WHERE = {
     "Checkpointer": "headrace.checkpoint.api",
@@ -27,6 +29,8 @@ _WHERE = {
     "Keep": "headrace.checkpoint.repository.retention",
     "RNG": "headrace.checkpoint.rng",
     "SaveResult": "headrace.checkpoint.handle",
+    "copy": "headrace.checkpoint.copies.copy",
+    "diff": "headrace.checkpoint.compare.diff",
     "read": "headrace.checkpoint.restoring.saved_step",
 }
 
