@@ -176,7 +176,11 @@ def _pair(found: StepDiff) -> str:
         f"{format_bytes(found.bytes_compared)} of {format_bytes(found.bytes_total)} compared"
     )
     tables = _changed(found.changed)
-    tables += _forms("added", found.added) + _forms("removed", found.removed) + _forms("of another shape or type", found.reshaped)
+    tables += (
+        _forms("added", found.added)
+        + _forms("removed", found.removed)
+        + _forms("of another shape or type", found.reshaped)
+    )
     values = [
         f"<li>{escape(each.path)}: <code>{escape(str(each.a))}</code> → <code>{escape(str(each.b))}</code></li>"
         for each in found.values.listed[:MOST_LISTED]
@@ -196,7 +200,8 @@ def _changed(changes: Sequence[TensorChange]) -> str:
         f"<td>{each.changed / max(each.elements, 1):.1%}</td><td>{escape(each.dtype)}</td></tr>\n"
         for each in largest[:MOST_LISTED]
     )
-    head = "<tr><th>tensor</th><th>relative</th><th>|a|</th><th>|b|</th><th>|b−a|</th><th>max</th><th>changed</th><th>type</th></tr>"
+    titles = ("tensor", "relative", "|a|", "|b|", "|b−a|", "max", "changed", "type")
+    head = f"<tr>{''.join(f'<th>{title}</th>' for title in titles)}</tr>"
     return (
         f'<div class="scroll"><table class="names"><thead>{head}</thead><tbody>{rows}</tbody></table></div>'
         f"<ul>{_more(len(changes))}</ul>"

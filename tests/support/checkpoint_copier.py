@@ -5,10 +5,7 @@ from __future__ import annotations
 import sys
 
 from headrace.checkpoint.copies.copy import copy
-from headrace.dataio.store.open import open_store
 from tests.support.checkpoint_states import RUN
-
-assert open_store
 
 
 def main(source: str, destination: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Box
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import check
@@ -27,19 +30,13 @@ def filled(store: Store, steps: int = 3) -> list[Base]:
 
 
 def sharded(store: Store, world_size: int, data: bytes, step: int, number: int, run: str = RUN) -> Base:
-    """A step of one tensor whose rows are divided over ranks, and one tensor of each rank."""
-    rows, attempt = len(data) // world_size, None
-    from concurrent.futures import ThreadPoolExecutor
-
-    from headrace.checkpoint.format import names
-
-    attempt = names.new_id()
+    """A step of one tensor whose rows are divided over ranks."""
+    rows, attempt = len(data) // world_size, names.new_id()
     made = [
         make(
             store,
             [
                 ("w", Box((len(data),), (rank * rows,), (rows,)), data[rank * rows : (rank + 1) * rows]),
-                ("own", None, bytes([rank]) * 9),
             ],
             step=step,
             number=number,
@@ -53,7 +50,7 @@ def sharded(store: Store, world_size: int, data: bytes, step: int, number: int, 
         for rank in range(world_size)
     ]
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda each: save(store, each), made))[0]
+        return [*pool.map(lambda each: save(store, each), made)].pop()
 
 
 def assert_copied(source: Store, store: Store, run: str = RUN, source_run: str = RUN) -> None:

@@ -19,13 +19,13 @@ from headrace.checkpoint.copies.copy import (
 )
 from headrace.checkpoint.copies.identity import attempt_of, is_copy
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Base, StepName, StepOfRun
-from headrace.checkpoint.repository import check, collect, tags, timeline
+from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.repository import check, collect, commit, tags, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
-from headrace.dataio.store.base import Store
+from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_store
 from tests.support.checkpoint_states import RUN, begin, latest, load, make, save, tiny_state
 from tests.support.copied_runs import FROZEN, assert_copied, filled, sharded
@@ -48,9 +48,7 @@ class _Named(MemoryStore):
         self._url = url
 
     @property
-    def location(self):  # type: ignore[no-untyped-def]
-        from headrace.dataio.store.base import Location
-
+    def location(self) -> Location:
         return Location(self._url, {}, shareable=False)
 
 
@@ -120,10 +118,10 @@ def test_a_copy_and_a_copy_of_the_copy_are_recognised(source: MemoryStore, store
     copy(store, third)
     for one, other in ((source, third), (third, source), (store, source)):
         assert {each.state for each in copy(one, other, run=RUN).steps} == {PRESENT}
-    one, two = names.new_id(), attempt_of(names.new_id(), RUN, 0)
-    assert not is_copy(one, RUN, two, RUN)
-    assert attempt_of(one, RUN, 0)[:9] == one[:9]
-    assert len({attempt_of(one, run, generation) for run in ("a", "b") for generation in (0, 1)}) == 4
+    attempt, stranger = names.new_id(), attempt_of(names.new_id(), RUN, 0)
+    assert not is_copy(attempt, RUN, stranger, RUN)
+    assert attempt_of(attempt, RUN, 0)[:9] == attempt[:9]
+    assert len({attempt_of(attempt, run, generation) for run in ("a", "b") for generation in (0, 1)}) == 4
 
 
 def test_a_run_with_other_content_is_a_conflict_and_is_not_changed(source: MemoryStore, store: MemoryStore) -> None:
@@ -212,8 +210,6 @@ def test_an_aborted_attempt_is_followed_by_the_next_generation(source: MemorySto
     copier = run_copiers(source, store, RUN)[0]
     copier._timelines.copy()
     first = attempt_of(base.attempt, RUN, 0)
-    from headrace.checkpoint.repository import commit
-
     commit.abort(store, commit.Attempt(RUN, 1, 1, first, 1), "a collection ran")
     (done,) = copier.copy(Selection())
     assert done.attempt == attempt_of(base.attempt, RUN, 1)
@@ -250,7 +246,7 @@ def test_the_command_prints_a_line_for_each_step(tmp_path: Path, capsys: pytest.
             ckpt(["copy", one, two, *wrong])
 
 
-def test_what_the_copier_of_another_name_knows(source: MemoryStore, store: MemoryStore) -> None:
+def test_arguments_that_do_not_fit_are_refused(source: MemoryStore, store: MemoryStore) -> None:
     with pytest.raises(UsageError, match="need run"):
         copy(source, store, steps=[1])
     with pytest.raises(NotFoundError, match="no checkpoint repository"):
@@ -261,4 +257,3 @@ def test_what_the_copier_of_another_name_knows(source: MemoryStore, store: Memor
     with pytest.raises(UsageError, match="out of range"):
         copy(source, store, workers=0)
     assert isinstance(run_copiers(source, store)[0], RunCopier)
-    assert StepName and StepOfRun

@@ -9,7 +9,7 @@ import pytest
 
 from headrace.checkpoint.cli import ckpt
 from headrace.checkpoint.format import names
-from headrace.checkpoint.repository import check, collect, removal, tags
+from headrace.checkpoint.repository import check, collect, tags
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.repository.removal import remove_step
@@ -65,7 +65,7 @@ def test_a_step_that_is_tagged_during_the_removal_stays(tmp_path: Path, monkeypa
             tags.tag(store, "best", RUN, 2)
             return collected(*args, **options)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(removal.collect, "collect", late)
+        monkeypatch.setattr(collect, "collect", late)
         assert [step.step for step in remove_step(store, RUN, 2, apply=True).plan.spared] == [2]
         assert steps(store) == [3, 2, 1]
         assert list(store.list(names.GC)) == []

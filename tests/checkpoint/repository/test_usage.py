@@ -11,6 +11,7 @@ import pytest
 
 from headrace.checkpoint.cli import ckpt
 from headrace.checkpoint.format import names
+from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import collect
 from headrace.checkpoint.repository.step_usage import _distinct, _Items, _Owners, step_usage
 from headrace.checkpoint.repository.usage import usage
@@ -71,7 +72,7 @@ def test_the_command_prints_a_line_for_each_run(tmp_path: Path, capsys: pytest.C
 
 def test_a_step_counts_its_chunks_and_those_that_only_it_names(tmp_path: Path) -> None:
     with open_store(str(tmp_path)) as store:
-        number, bases = begin(store), []
+        number, bases = begin(store), list[Base]()
         for step in range(1, 4):
             state = {
                 f"{group}/{name}": data for group in ("model", "optimizer") for name, data in tiny_state(step).items()
