@@ -15,13 +15,15 @@ from headrace.dataio.core.imports import exports
 if TYPE_CHECKING:
     from headrace.checkpoint.api import Checkpointer
     from headrace.checkpoint.artifacts import read_artifact
+    from headrace.checkpoint.compare.diff import diff
+    from headrace.checkpoint.copies.copy import copy
     from headrace.checkpoint.handle import Handle, SaveResult
     from headrace.checkpoint.publishing.subscriber import Subscriber
     from headrace.checkpoint.repository.retention import Keep
     from headrace.checkpoint.restoring.saved_step import read
     from headrace.checkpoint.rng import RNG
 
-__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "Subscriber", "read", "read_artifact"]
+__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "Subscriber", "copy", "diff", "read", "read_artifact"]
 
 _WHERE = {
     "Checkpointer": "headrace.checkpoint.api",
@@ -30,6 +32,8 @@ _WHERE = {
     "RNG": "headrace.checkpoint.rng",
     "SaveResult": "headrace.checkpoint.handle",
     "Subscriber": "headrace.checkpoint.publishing.subscriber",
+    "copy": "headrace.checkpoint.copies.copy",
+    "diff": "headrace.checkpoint.compare.diff",
     "read": "headrace.checkpoint.restoring.saved_step",
     "read_artifact": "headrace.checkpoint.artifacts",
 }

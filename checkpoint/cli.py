@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.checkpoint import cli_metadata, cli_publish, object_states, positions
+from headrace.checkpoint import cli_compare, cli_copy, cli_metadata, cli_publish, object_states, positions
 from headrace.checkpoint.format.metadata import printable
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
+from headrace.checkpoint.repository.step_usage import GroupUsage, StepUsage, step_usage
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import counted, format_bytes
@@ -35,7 +36,7 @@ _MAX_HITS = 5
 
 
 _HELP = {
-    "du": "add up the stored bytes of each run",
+    "du": "add up the stored bytes of each run; --steps: of each step; --by group: of each group of tensors",
     "show": "describe one step: its ranks, bytes and codecs; --tensors lists its tensors",
     "state": "print the state of an object in a step as JSON, such as the position of a loader",
     "retain": "remove old steps: prints a plan; --apply executes it",
@@ -75,6 +76,12 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     )
     for name in ("retain", "gc"):
         apply_option("remove them")(parsers[name])
+    parsers["du"].add_argument(
+        "--steps", action="store_true", help="bytes of each step, shared with other steps and unique to it"
+    )
+    parsers["du"].add_argument(
+        "--by", choices=("group",), help="of each step, bytes by the first part of tensors' names"
+    )
     parsers["show"].add_argument("--tensors", action="store_true", help="list every tensor by its path in the state")
     for name in ("tag", "untag"):
         parsers[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
@@ -102,6 +109,8 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     add(actions, _add_common)
     cli_publish.add(actions, _add_common)
     cli_metadata.add(actions, _add_common)
+    cli_compare.add(actions, _add_common)
+    cli_copy.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -243,7 +252,29 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
         print("nothing was changed; --apply executes the plan")
 
 
+def _du_steps(store: Store, options: argparse.Namespace) -> int:
+    steps = step_usage(store, options.run, by_group=options.by == "group")
+    if options.json:
+        print(json.dumps([asdict(each) for each in steps], indent=1))
+        return 0
+    for step in steps:
+        note = "" if step.current else "  (abandoned branch)"
+        print(f"{step.run}  timeline {step.timeline}  step {step.step:>8}  {_bytes(step)}{note}")
+        for group in step.groups:
+            print(one_line(f"  {group.group:<24.100}  {_bytes(group)}"))
+    print(f"{counted(len(steps), 'step')}, {format_bytes(sum(each.unique for each in steps))} unique to one of them")
+    return 0
+
+
+def _bytes(usage: StepUsage | GroupUsage) -> str:
+    sizes = (usage.state, usage.stored, usage.unique, usage.shared)
+    state, stored, unique, shared = (f"{format_bytes(size):>10}" for size in sizes)
+    return f"{state} of state  {stored} stored  {unique} unique  {shared} shared"
+
+
 def _du(store: Store, options: argparse.Namespace) -> int:
+    if options.steps or options.by:
+        return _du_steps(store, options)
     total = usage.usage(store, options.run)
     if options.json:
         print(json.dumps(asdict(total), indent=1))
@@ -305,4 +336,6 @@ COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     "tags": _tags,
     **cli_publish.COMMANDS,
     **cli_metadata.COMMANDS,
+    **cli_compare.COMMANDS,
+    **cli_copy.COMMANDS,
 }

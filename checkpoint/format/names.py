@@ -254,6 +254,14 @@ def time_of(attempt_id: str) -> float:
     )
 
 
+def bytes_of_id(text: str) -> bytes:
+    """The inverse of `id_from_bytes`."""
+    number = 0
+    for character in check_id(text):
+        number = number << 5 | _DIGITS.index(character)
+    return number.to_bytes(16, "big")
+
+
 def is_id(text: str) -> bool:
     """Whether `text` is an id."""
     return _PATTERN.fullmatch(text) is not None

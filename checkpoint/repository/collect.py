@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import (
@@ -63,6 +63,8 @@ _TRIES = 10
 _BATCH = 1000
 AT_ONCE = 28
 """The maximum number of live attempts whose own packs a collection after a commit lists."""
+Spare = Callable[[set[StepOfRun]], set[StepOfRun]]
+"""Returns those of the given steps that must stay."""
 _TOMBSTONE_WINDOW = plans.RECORD_SECONDS / 24
 """The maximum time in seconds from a collector's record to its last tombstone."""
 
@@ -188,16 +190,18 @@ def collect(
     clock: Clock = SYSTEM_CLOCK,
     collector: Collector | None = None,
     keep: Keep | None = None,
+    spare: Spare = lambda _: set(),
 ) -> Plan:
     """Remove the given steps and the leftovers of dead attempts; return the executed plan.
 
     `keep` is the policy that selected the steps. A step that the policy keeps at the time of the removal stays. With
-    None the collection removes all given steps that no live lease references. If the `collector` has collected before,
-    the collection does not examine leftovers that the `collector` has examined.
+    None the collection removes all given steps that no live lease references. `spare` is called after the leases were
+    read, and returns steps that stay as well. If the `collector` has collected before, the collection does not examine
+    leftovers that the `collector` has examined.
     """
     _require_repo(store)
     collector = collector or Collector(store)
-    return _collect(store, collector.reader.look(), pending_deletes, keep, clock, collector)
+    return _collect(store, collector.reader.look(), pending_deletes, keep, clock, collector, spare)
 
 
 def _collect(
@@ -207,6 +211,7 @@ def _collect(
     keep: Keep | None,
     clock: Clock,
     collector: Collector,
+    spare: Spare = lambda _: set(),
 ) -> Plan:
     reader, users = collector.reader, collector.users
     _finish_complete(store, first, clock)
@@ -218,6 +223,7 @@ def _collect(
     reader.changed(each.step for each in plans.to_fence(second, now))
     aborted, spared = _fence(store, second, to_remove, now)
     spared |= to_remove - _still_pending(store, records.values(), second, reader)
+    spared |= spare(to_remove - spared) & to_remove
     reader.changed(to_remove)
     removed = tuple(_write_tombstones(store, to_remove - spared, clock, until))
     reader.removed(removed)
