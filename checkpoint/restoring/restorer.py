@@ -45,7 +45,7 @@ from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Sealed, Step
-from headrace.checkpoint.restoring import aliases, chunk_reader, shared_reads
+from headrace.checkpoint.restoring import aliases, chunk_reader, dcp_names, shared_reads
 from headrace.checkpoint.restoring.aliases import Target
 from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Saved, StepLease, Want
 from headrace.checkpoint.restoring.divided_step import DividedStep, is_divided, open_divided
@@ -62,8 +62,6 @@ from headrace.dataio.sidecar.connection import SidecarName
 from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
-DCP_MARK = "torch.distributed.checkpoint"
-"""The mark in the documents of steps that `headrace.checkpoint.dcp` saved."""
 _PATTERN_HINT = (
     "`headrace ckpt show URL --run RUN --tensors` lists the tensors of a step. An optimizer or a loader is restored as "
     "a whole: name it, not a part of it. strict=False ignores these patterns"
@@ -85,9 +83,11 @@ class Fitted:
 def fitted(state: dict[str, Any], opened: Step, rank: int, selection: Selection) -> Fitted:
     """Compare the selected part of `state` with the step as this rank sees it. The ranks do not communicate."""
     rank = rank if rank < len(opened.manifests) else 0
-    saved = chunk_reader.tensors_of(opened, rank)
+    document, saved = tree.decode(opened.manifests[rank].tree), chunk_reader.tensors_of(opened, rank)
+    if dcp_names.is_dcp(document):
+        document, saved = dcp_names.state_of(opened, rank)
     types = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
-    todo = fit.fit(state, _document(opened.manifests[rank]), types, selection)
+    todo = fit.fit(state, document, types, selection)
     return _fitted(opened, todo, saved)
 
 
@@ -112,11 +112,11 @@ def fitted_in_parts(
 
 
 def _document(manifest: Manifest) -> object:
-    """The document in the manifest of a rank."""
+    """The document in the manifest of a rank. It names all tensors of the rank, unless DCP saved the step."""
     document = tree.decode(manifest.tree)
-    if isinstance(document, dict) and document.get("by") == DCP_MARK:
+    if dcp_names.is_dcp(document):
         raise MismatchError(
-            f"step {manifest.step} was saved through torch.distributed.checkpoint",
+            f"step {manifest.step} was saved through torch.distributed.checkpoint, and many ranks saved or restore it",
             hint="load it with dcp.load(state, storage_reader=RepositoryReader(...))",
         )
     return document

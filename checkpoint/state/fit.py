@@ -96,6 +96,8 @@ class _Fitter:
             and (self._holds_tensors(current) or not self._selection.everything)
         ):
             saved = saved.value
+        if isinstance(current, dict) and isinstance(saved, StatefulNode):
+            saved = saved.state  # the object was saved; the state has its state_dict()
         if self._holds_tensors(current) or (
             isinstance(current, dict) and isinstance(saved, dict) and not self._selection.everything
         ):
@@ -194,6 +196,8 @@ class _Fitter:
 
     def _stateful(self, current: Any, saved: object, path: str) -> None:
         kind, inner = tensors.kind_of(current), tensors.unwrap(current)
+        if isinstance(saved, dict):  # the state_dict() was saved; the state has the object
+            saved = StatefulNode(kind, saved)
         if not isinstance(saved, StatefulNode) or saved.kind == MODULE:
             self.report(path, f"a {type(inner).__name__} in the state, {kind_name(saved)} in the checkpoint")
             return
@@ -208,6 +212,8 @@ class _Fitter:
     def _module(self, wrapped: Any, saved: object, path: str) -> None:
         module = tensors.unwrap(wrapped)
         current = state_of(module, path)
+        if isinstance(saved, dict):  # the state_dict() was saved; the state has the module
+            saved = StatefulNode(MODULE, saved)
         if not isinstance(saved, StatefulNode) or saved.kind != MODULE:
             if self._selection.selects(path):
                 self.report(path, f"a {type(module).__name__} in the state, {kind_name(saved)} in the checkpoint")

@@ -115,8 +115,8 @@ def test_a_path_that_is_not_in_the_name_is_written_out(
     for many in (document._MANY, 1):
         monkeypatch.setattr(document, "_MANY", many)
         tree = document.encode([name], {}, {name: path})[0]
-        assert document._of_dcp(decode(tree)).paths == {name: path}
-        assert document._of_dcp(decode(tree)).tensors == {name: name}
+        assert document.of_document(decode(tree)).paths == {name: path}
+        assert document.of_document(decode(tree)).tensors == {name: name}
 
 
 @pytest.mark.soak
