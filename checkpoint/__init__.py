@@ -14,12 +14,14 @@ from headrace.dataio.core.imports import exports
 
 if TYPE_CHECKING:
     from headrace.checkpoint.api import Checkpointer
+    from headrace.checkpoint.exchange.exporting import export
+    from headrace.checkpoint.exchange.importing import import_checkpoint
     from headrace.checkpoint.handle import Handle, SaveResult
     from headrace.checkpoint.repository.retention import Keep
     from headrace.checkpoint.restoring.saved_step import read
     from headrace.checkpoint.rng import RNG
 
-__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "read"]
+__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "export", "import_checkpoint", "read"]
 
 _WHERE = {
     "Checkpointer": "headrace.checkpoint.api",
@@ -27,6 +29,8 @@ _WHERE = {
     "Keep": "headrace.checkpoint.repository.retention",
     "RNG": "headrace.checkpoint.rng",
     "SaveResult": "headrace.checkpoint.handle",
+    "export": "headrace.checkpoint.exchange.exporting",
+    "import_checkpoint": "headrace.checkpoint.exchange.importing",
     "read": "headrace.checkpoint.restoring.saved_step",
 }
 

@@ -1,5 +1,7 @@
 """`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository, and add up their sizes.
 
+`cli_exchange` adds `export` and `import`.
+
 Invariant: the command runs without torch. `ls`, `du`, `check` and `show` change nothing, except that they write the
 missing COMMIT of a complete attempt, as every reader does. `ls`, `du` and `check` may also write a lease and delete it
 (`survey`). `retain` and `gc` print a plan and change nothing without `--apply`.
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.checkpoint import cli_exchange
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
@@ -43,7 +46,7 @@ _HELP = {
 }
 
 
-_NEED_RUN = {"show", "retain", "tag"}
+_NEED_RUN = {"show", "retain", "tag", "export", "import"}
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
@@ -84,6 +87,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     for action in (listing, checking):
         _add_common(action)
     add(actions, _add_common)
+    cli_exchange.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -262,4 +266,5 @@ COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     "tag": _tag,
     "untag": _untag,
     "tags": _tags,
+    **cli_exchange.COMMANDS,
 }

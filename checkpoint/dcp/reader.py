@@ -40,11 +40,10 @@ from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import GdsStore, direct_for
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.restoring.aliases import Target, require_one_content
 from headrace.checkpoint.restoring.chunk_reader import Saved, Want
-from headrace.checkpoint.restoring.dcp_names import all_tensors
+from headrace.checkpoint.restoring.dcp_names import Names, all_tensors
 from headrace.checkpoint.state.build import Builder, Fit
 from headrace.checkpoint.state.tensors import TensorSink, synchronize
 from headrace.checkpoint.state.tree import tensor_names
@@ -101,7 +100,7 @@ class RepositoryReader(StorageReader):
         self._step: int | str = repository.step_or_tag(step, tag)
         self._given_rank, self._resume, self._gds = rank, resume, gds
         self._open = contextlib.ExitStack()
-        self._names = document.Names()
+        self._names = Names()
         self._saved: dict[str, Saved] = {}
 
     @property

@@ -206,14 +206,14 @@ def nested(chosen: Iterable[Leaf], rename: Rename) -> dict[Any, Any]:
         keys = _keys(leaf, renaming.of(leaf.path))
         for length in range(1, len(keys) + 1):
             if keys[:length] in origins:
-                raise _collision(origins[keys[:length]], leaf.path, join_all(keys[:length]))
+                raise collision(origins[keys[:length]], leaf.path, join_all(keys[:length]))
         origins[keys] = leaf.path
         inside = root
         for key in keys[:-1]:
             inside = inside.setdefault(key, {})
         if keys[-1] in inside:
             other = next(path for found, path in origins.items() if found[: len(keys)] == keys and found != keys)
-            raise _collision(other, leaf.path, join_all(keys))
+            raise collision(other, leaf.path, join_all(keys))
         inside[keys[-1]] = leaf.node
     renaming.require_used()
     return root
@@ -307,7 +307,7 @@ def _named(chosen: list[Leaf], skipped: int, rename: Rename, left_out: list[str]
     for leaf in chosen:
         name = renaming.of(".".join(map(str, leaf.keys[skipped:])))
         if name in origins:
-            raise _collision(origins[name], leaf.path, name)
+            raise collision(origins[name], leaf.path, name)
         origins[name] = leaf.path
         kept = first.setdefault(leaf.node, name)
         if kept != name:
@@ -318,7 +318,9 @@ def _named(chosen: list[Leaf], skipped: int, rename: Rename, left_out: list[str]
     return Flat(tensors, tied, left_out)
 
 
-def _collision(one: str, other: str, name: str) -> UsageError:
+def collision(one: str, other: str, name: str) -> UsageError:
+    """The error for two entries that would get one name."""
     return UsageError(
-        f"{one} and {other} would both be called {name!r:.200}", hint="give them different names by rename, or exclude one"
+        f"{one} and {other} would both be called {name!r:.200}",
+        hint="give them different names by rename, or exclude one",
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.checkpoint.exchange.output import ALIGN, Data, OutputFile
+from headrace.checkpoint.exchange.output import ALIGN, Data, OutputFile, Part
 from headrace.checkpoint.format.chunking import ITEM_BYTES, MAX_DIMENSIONS
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
@@ -82,7 +82,7 @@ def output_file(name: str, tensors: Sequence[NamedData], metadata: dict[str, str
         at = offsets[1]
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     padded = text + b" " * (-(8 + len(text)) % ALIGN)
-    parts = [len(padded).to_bytes(8, "little") + padded, *(tensor.data for tensor in ordered)]
+    parts: list[Part] = [len(padded).to_bytes(8, "little") + padded, *(tensor.data for tensor in ordered)]
     return OutputFile(name, parts)
 
 
@@ -150,7 +150,9 @@ def read_header(fd: int, name: str) -> Header:
     size = os.fstat(fd).st_size
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if size < 8 or not 2 <= length <= min(MAX_HEADER, size - 8):
-        raise _bad(name, f"its header claims {length} bytes, and the file has {size}", "it may be cut off: copy it again")
+        raise _bad(
+            name, f"its header claims {length} bytes, and the file has {size}", "it may be cut off: copy it again"
+        )
     text = os.pread(fd, length, 8)
     try:
         header = json.loads(text, object_pairs_hook=_unique)

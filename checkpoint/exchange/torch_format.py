@@ -152,7 +152,9 @@ class _Zip:
         shown = 0 if is_data else size
         sizes = (_BIG, _BIG) if big else (shown, shown)
         flags, version = 0x0808 if is_data else 0x0800, 45 if big else 20
-        head = struct.pack("<IHHHHHIIIHH", 0x04034B50, version, flags, 0, 0, _DATE, crc, *sizes, len(encoded), len(extra))
+        head = struct.pack(
+            "<IHHHHHIIIHH", 0x04034B50, version, flags, 0, 0, _DATE, crc, *sizes, len(encoded), len(extra)
+        )
         header_at = self._at
         self._append(head + encoded + extra)
         number = self._start + len(self.parts)

@@ -247,9 +247,9 @@ class _Work:
         start = number * WINDOW_BYTES
         buffer = self._buffers[number % _BUFFERS][: min(WINDOW_BYTES, file.size - start)]
         recorded = self._journal.recorded(file.name, number)
-        if recorded is not None and os.preadv(fd, [buffer], start) == len(buffer):
-            if xxhash.xxh3_128_hexdigest(buffer) == recorded:
-                return buffer, False
+        is_there = recorded is not None and os.preadv(fd, [buffer], start) == len(buffer)
+        if is_there and xxhash.xxh3_128_hexdigest(buffer) == recorded:
+            return buffer, False
         read_window(self._store, self._step, file, start, buffer)
         return buffer, True
 
