@@ -261,7 +261,9 @@ def flat(found: Contents, include: str | Iterable[str] | None, exclude: str | It
     """
     by_default = include is None and found.modules
     all_leaves = list(leaves(found.root, lists=True))
-    chosen = selected(all_leaves, list(found.modules) if by_default and "" not in found.modules else include, exclude)
+    chosen = selected(all_leaves, include, exclude)
+    if by_default:
+        chosen = [leaf for leaf in chosen if leaf.path.startswith(tuple(f"{module}/" for module in found.modules))]
     left_out = [leaf.path for leaf in chosen if not isinstance(leaf.node, (TensorRef, ViewRef))]
     if by_default:
         left_out += _others(all_leaves, chosen)

@@ -136,6 +136,8 @@ def export(
         (2, 'model.safetensors')
     """
     options = _checked(format, include, exclude, dtype, rename, max_shard_size)
+    if rank < 0:
+        raise UsageError(f"rank {rank} does not exist", hint="ranks count from 0")
     target = _target(dest, format)
     with contextlib.ExitStack() as stack:
         store = url if isinstance(url, Store) else stack.enter_context(open_store(url, storage_options=storage_options))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.checkpoint.exchange.output import ALIGN, Data, OutputFile, Part
-from headrace.checkpoint.format.chunking import ITEM_BYTES, MAX_DIMENSIONS
+from headrace.checkpoint.format.chunking import ITEM_BYTES, MAX_DIMENSIONS, MAX_TENSOR_BYTES
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB
 
@@ -191,12 +191,16 @@ def _tensor(file: str, name: str, about: Any, start: int) -> StoredTensor:
         numbers = [*shape, first, last]
     except (KeyError, TypeError, ValueError):
         raise _bad(file, f"the entry of {name!r:.200} is malformed") from None
+    if not name.isprintable() and any("\ud800" <= c <= "\udfff" for c in name):
+        raise _bad(file, f"the name {name!a:.200} is not valid Unicode")
     if len(shape) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 62 for n in numbers):
         raise _bad(file, f"the shape or place of {name!r:.200} is malformed")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UnsupportedError(
             f"{file}: {name!r:.200} has the type {dtype!r:.20}, which is unknown here", hint="convert it first"
         )
+    if math.prod(n or 1 for n in shape) > MAX_TENSOR_BYTES:
+        raise _bad(file, f"the shape of {name!r:.200} is too large to be valid")
     size = math.prod(shape) * ITEM_BYTES[DTYPES[dtype]]
     if last - first != size:
         raise _bad(file, f"{name!r:.200} has {last - first} bytes, and its shape needs {size}")

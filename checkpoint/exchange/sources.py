@@ -20,6 +20,7 @@ import mmap
 import os
 import pickle
 import re
+import stat
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ import torch
 from headrace.checkpoint.exchange import dcp_format, safetensors_format
 from headrace.checkpoint.exchange.safetensors_format import INDEX_SUFFIX, StoredTensor
 from headrace.checkpoint.state.tensors import empty
+from headrace.checkpoint.state.tree import MAX_DEPTH, join
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.core.limits import MIB
 
@@ -67,6 +69,8 @@ def open_source(path: Path, stack: contextlib.ExitStack) -> Source:
     files = _Files(stack)
     if path.is_dir():
         return _of_folder(path, files)
+    if not path.is_file():
+        raise UsageError(f"{path} is not a regular file", hint="give a file or a folder")
     if _is_zip(path):
         return _of_torch(path, files)
     if path.name.endswith(INDEX_SUFFIX):
@@ -88,7 +92,7 @@ class _Files:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         self._stack.callback(os.close, fd)
         about = os.fstat(fd)
-        if not os.path.isfile(path):
+        if not stat.S_ISREG(about.st_mode):
             raise UsageError(f"{path} is not a regular file", hint="give a file or a folder")
         self.opened[about.st_dev, about.st_ino] = fd
         return fd
@@ -247,12 +251,32 @@ def _load_torch(path: Path, files: _Files) -> tuple[dict[Any, Any], bool]:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise _refused(path, str(error)) from None
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, EOFError, AssertionError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged structure can fail anywhere in torch
         raise CorruptionError(f"{path} cannot be read: {error!s:.300}", hint="copy or download it again") from None
     if not isinstance(loaded, dict) or not loaded:
         raise UsageError(f"{path} holds a {type(loaded).__name__}", hint='save a dict, such as {"model": state_dict}')
+    _check_tensors(loaded, "", str(path), 0)
     is_flat = all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items())
     return dict(loaded), is_flat
+
+
+def _check_tensors(value: Any, path: str, file: str, depth: int) -> None:
+    """Refuse tensors that are larger than their bytes in the file, and a structure that is nested too deep."""
+    if depth > MAX_DEPTH:
+        raise UsageError(f"{file}: {path[:200]} is nested deeper than {MAX_DEPTH}", hint="save a flatter dict")
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise UnsupportedError(
+                f"{file}: elements of the tensor {path!r:.200} share memory", hint="save clone() of it instead"
+            )
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _check_tensors(inner, join(path, key), file, depth + 1)
+    elif isinstance(value, (list, tuple, set)):
+        for number, inner in enumerate(value):
+            _check_tensors(inner, join(path, number), file, depth + 1)
 
 
 def _check_archive(path: Path) -> None:

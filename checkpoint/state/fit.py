@@ -25,7 +25,7 @@ and for a pattern that is empty or not a string.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -48,7 +48,7 @@ from headrace.checkpoint.state.tree import (
     join,
     tensor_names,
 )
-from headrace.dataio.core.errors import MismatchError, UsageError
+from headrace.dataio.core.errors import MismatchError, UnsupportedError, UsageError
 
 _MAX_NAMED = 8
 _SEQUENCES = ("namedtuple", "collections.deque")
@@ -220,7 +220,8 @@ class _Fitter:
         elif not isinstance(current, dict) or not isinstance(saved.state, dict):
             self.report(path, "its state is not a dict")
         else:
-            new = {k: self.value(v, saved.state[k], join(path, k)) for k, v in self._common(current, saved.state, path)}
+            needed = _without_tied(current, saved.state, path)
+            new = {k: self.value(v, saved.state[k], join(path, k)) for k, v in self._common(needed, saved.state, path)}
             if new:
                 loaded = OrderedDict((key, new.get(key, value)) for key, value in current.items())
                 self.plan.late.append(lambda: tensors.load_state(MODULE, module, loaded))
@@ -315,6 +316,29 @@ class _Fitter:
                 isinstance(v, torch.Tensor) or is_stateful(v) or self._holds_tensors(v, depth + 1) for v in inside
             )
         return False
+
+
+def _without_tied(current: dict[Any, Any], saved: dict[Any, Any], path: str) -> dict[Any, Any]:
+    """The entries of a module, without names that the step lacks and whose memory another name fills.
+
+    Files of other tools hold tied weights under one name only.
+    """
+    missing = [key for key in current if key not in saved and isinstance(current[key], torch.Tensor)]
+    if not missing:
+        return current
+    filled = {_memory(value, path) for key, value in current.items() if key in saved}
+    tied = {key for key in missing if (memory := _memory(current[key], path)) is not None and memory in filled}
+    return {key: value for key, value in current.items() if key not in tied}
+
+
+def _memory(value: object, path: str) -> Hashable:
+    """Equal for tensors that are the same view of the same memory. None for anything else."""
+    if not isinstance(value, torch.Tensor) or tensors.meta_shape(value) is not None:
+        return None
+    try:
+        return tensors.describe(value, path).memory
+    except UnsupportedError:
+        return None
 
 
 def _setter(container: Any, key: object, value: object) -> Callable[[], object]:
