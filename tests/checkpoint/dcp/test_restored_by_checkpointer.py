@@ -55,7 +55,8 @@ def test_objects_are_restored_from_their_state_dicts(tmp_path: Path, of_torch: b
     restored(tmp_path, state)
     assert equal(model.state_dict(), other.state_dict())
     assert equal(optimizer.state_dict()["state"], other_optimizer.state_dict()["state"])
-    assert state["epoch"] == 3 and equal(state["list"], [torch.ones(2), {"a": torch.ones(3)}])
+    assert state["epoch"] == 3
+    assert equal(state["list"], [torch.ones(2), {"a": torch.ones(3)}])
 
 
 def test_state_dicts_are_restored_in_place(tmp_path: Path) -> None:
@@ -64,7 +65,8 @@ def test_state_dicts_are_restored_in_place(tmp_path: Path) -> None:
     other, other_optimizer = made(1)
     state = {"model": other.state_dict(), "optim": other_optimizer.state_dict()}
     restored(tmp_path, state)
-    assert equal(model.state_dict(), other.state_dict()) and equal(state["optim"], optimizer.state_dict())
+    assert equal(model.state_dict(), other.state_dict())
+    assert equal(state["optim"], optimizer.state_dict())
 
 
 def test_the_state_dict_of_an_object_that_was_saved_is_restored(tmp_path: Path) -> None:
@@ -74,7 +76,8 @@ def test_the_state_dict_of_an_object_that_was_saved_is_restored(tmp_path: Path) 
     other, other_optimizer = made(1)
     state = {"model": other.state_dict(), "optim": other_optimizer.state_dict()}
     restored(tmp_path, state)
-    assert equal(model.state_dict(), other.state_dict()) and equal(state["optim"], optimizer.state_dict())
+    assert equal(model.state_dict(), other.state_dict())
+    assert equal(state["optim"], optimizer.state_dict())
 
 
 def test_a_part_is_restored_and_a_misfit_is_named(tmp_path: Path) -> None:
@@ -93,4 +96,5 @@ def test_read_shows_the_paths_of_the_state(tmp_path: Path) -> None:
     saved(tmp_path, {"model": {"w": torch.ones(2), "n": [torch.ones(1), torch.zeros(1)]}, "epoch": 3})
     with read(tmp_path, run="a") as step:
         assert sorted(step) == ["epoch", "model/n/0", "model/n/1", "model/w"]
-        assert step["epoch"] == 3 and torch.equal(step["model/w"].read(), torch.ones(2))
+        assert step["epoch"] == 3
+        assert torch.equal(step["model/w"].read(), torch.ones(2))

@@ -108,9 +108,12 @@ def test_hf_divides_into_shards_with_an_index(saved: Saved, tmp_path: Path) -> N
 def test_safetensors_holds_any_tensors_that_are_included(saved: Saved, tmp_path: Path) -> None:
     report = run(saved, tmp_path / "a.safetensors", format="safetensors", include=["other", "scalar", "empty", "epoch"])
     found = safetensors.load_file(tmp_path / "a.safetensors")
-    assert list(found) and torch.equal(found["other.big"], saved[1]["other"]["big"])
-    assert torch.equal(found["other.list.0"], torch.arange(3)) and found["empty"].shape == (0, 4)
-    assert found["scalar"] == 2.5 and found["scalar"].dtype == torch.float64
+    assert list(found)
+    assert torch.equal(found["other.big"], saved[1]["other"]["big"])
+    assert torch.equal(found["other.list.0"], torch.arange(3))
+    assert found["empty"].shape == (0, 4)
+    assert found["scalar"] == 2.5
+    assert found["scalar"].dtype == torch.float64
     assert report.left_out == ["epoch", "other/none", "other/list/1/0", "other/list/1/1"]
 
 
@@ -123,7 +126,8 @@ def test_torch_keeps_the_structure_and_the_values(saved: Saved, tmp_path: Path, 
     assert same(found["model"], state["model"].state_dict())
     assert found["model"]["head.weight"].data_ptr() == found["model"]["embed.weight"].data_ptr()
     assert (found["epoch"], found["size"], found["other"]["none"]) == (3, torch.Size([2, 3]), None)
-    assert found["other"]["list"][1] == (1, "a") and torch.equal(found["other"]["big"], state["other"]["big"])
+    assert found["other"]["list"][1] == (1, "a")
+    assert torch.equal(found["other"]["big"], state["other"]["big"])
     assert found["empty"].shape == (0, 4)
     optimizer = torch.optim.AdamW(Tied().parameters())
     optimizer.load_state_dict(found["optimizer"])
@@ -201,7 +205,8 @@ def test_rename_takes_prefixes_names_patterns_and_functions(saved: Saved, tmp_pa
     assert "INNER.WEIGHT" in safetensors.load_file(tmp_path / "b" / "model.safetensors")
     run(saved, tmp_path / "c.pt", format="torch", rename={"model/": "", "optimizer/": "train/optim/"})
     found = torch.load(tmp_path / "c.pt", weights_only=True)
-    assert "embed.weight" in found and list(found["train"]["optim"]["state"]) == [0, 1]
+    assert "embed.weight" in found
+    assert list(found["train"]["optim"]["state"]) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -244,7 +249,7 @@ def test_sparse_tensors_are_refused_by_name(tmp_path: Path) -> None:
         state = {"s": torch.eye(3).to_sparse(), "d": torch.ones(2), "m": torch.empty(2, device="meta")}
         checkpointer.save(1, state).result(60)
     for kind in ("safetensors", "torch"):
-        with pytest.raises(UsageError, match="s: a tensor of kind coo cannot be exported .*--exclude 's'"):
+        with pytest.raises(UsageError, match=r"s: a tensor of kind coo cannot be exported .*--exclude 's'"):
             export(tmp_path / "r", tmp_path / "x", run="exp", format=kind)
         with pytest.raises(UsageError, match="m: a tensor on the meta device"):
             export(tmp_path / "r", tmp_path / "x", run="exp", format=kind, exclude="s")
@@ -260,7 +265,8 @@ def test_types_that_safetensors_lacks_are_refused_and_torch_keeps_them(tmp_path:
         export(tmp_path / "r", tmp_path / "x.safetensors", run="exp", format="safetensors")
     export(tmp_path / "r", tmp_path / "x.safetensors", run="exp", format="safetensors", exclude="c", dtype="fp32")
     found = safetensors.load_file(tmp_path / "x.safetensors")
-    assert found["f"].dtype == torch.float8_e5m2 and torch.equal(found["u"], state["u"])
+    assert found["f"].dtype == torch.float8_e5m2
+    assert torch.equal(found["u"], state["u"])
     export(tmp_path / "r", tmp_path / "x.pt", run="exp", format="torch")
     loaded = torch.load(tmp_path / "x.pt", weights_only=True)
     assert all(torch.equal(loaded[k].view(torch.uint8), state[k].view(torch.uint8)) for k in state)
@@ -287,9 +293,9 @@ def test_a_target_that_exists_is_kept_unless_it_is_to_be_overwritten(saved: Save
 
 def test_a_target_of_the_wrong_kind_is_refused(saved: Saved, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="is a file .format hf needs a folder"):
+    with pytest.raises(UsageError, match=r"is a file .format hf needs a folder"):
         run(saved, tmp_path / "file", overwrite=True)
-    with pytest.raises(UsageError, match="is a folder .format torch needs a file"):
+    with pytest.raises(UsageError, match=r"is a folder .format torch needs a file"):
         run(saved, tmp_path, format="torch", overwrite=True)
     with pytest.raises(UsageError, match="is not a path"):
         export(saved[0], "s3://bucket/x", run="exp")
@@ -299,7 +305,8 @@ def test_a_link_stays_and_its_target_is_written(saved: Saved, tmp_path: Path) ->
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real" / "m.pt")
     run(saved, tmp_path / "link", format="torch")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "m.pt").is_file()
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "m.pt").is_file()
 
 
 def test_an_export_that_failed_continues_where_it_stopped(

@@ -71,6 +71,16 @@ def vit() -> Any:
     )
 
 
+RENAMED = {
+    "vit.encoder.layer.*.attention.attention.query.*": "vit.layers.*.attention.q_proj.*",
+    "vit.encoder.layer.*.attention.attention.key.*": "vit.layers.*.attention.k_proj.*",
+    "vit.encoder.layer.*.attention.attention.value.*": "vit.layers.*.attention.v_proj.*",
+    "vit.encoder.layer.*.attention.output.dense.*": "vit.layers.*.attention.o_proj.*",
+    "vit.encoder.layer.*.intermediate.dense.*": "vit.layers.*.mlp.fc1.*",
+    "vit.encoder.layer.*.output.dense.*": "vit.layers.*.mlp.fc2.*",
+    "vit.encoder.layer.": "vit.layers.",
+}
+"""transformers 5 writes ViT with the names of its earlier releases, and renames the tensors when it loads them."""
 MODELS = {"gpt2": gpt2, "llama": llama, "whisper": whisper, "vit": vit}
 
 
@@ -115,7 +125,8 @@ def test_a_model_is_the_same_in_every_format_and_back(tmp_path: Path, name: str)
     with Checkpointer(repository, run="torch", sidecar=None) as checkpointer:
         state = {"model": make(), "epoch": 0}
         checkpointer.restore(state)
-    assert same(model, state["model"]) and state["epoch"] == 3
+    assert same(model, state["model"])
+    assert state["epoch"] == 3
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -124,5 +135,5 @@ def test_a_folder_of_save_pretrained_is_restored(tmp_path: Path, name: str, shar
     torch.manual_seed(0)
     model = MODELS[name]()
     model.save_pretrained(tmp_path / "hub", max_shard_size="20KB" if shards else "1GB")
-    import_checkpoint(tmp_path / "hub", tmp_path / "r", run="exp")
+    import_checkpoint(tmp_path / "hub", tmp_path / "r", run="exp", rename=RENAMED if name == "vit" else None)
     assert same(model, restored(tmp_path / "r", "exp", MODELS[name]))
