@@ -27,7 +27,7 @@ def made(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def saved(where: Path, state: dict[str, Any]) -> None:
-    dcp.save(state, storage_writer=RepositoryWriter(where, run="a", step=1), no_dist=True)
+    dcp.save(state, storage_writer=RepositoryWriter(str(where), run="a", step=1), no_dist=True)
 
 
 def restored(where: Path, state: dict[str, Any], **options: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from headrace.checkpoint import RNG, Checkpointer, export
-from headrace.checkpoint.exchange import writing
+from headrace.checkpoint.exchange import output, writing
 from headrace.checkpoint.exchange.exporting import ExportReport
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.core.limits import KIB
@@ -157,7 +157,7 @@ def test_dcp_loads_the_folder(saved: Saved, tmp_path: Path) -> None:
     run(saved, tmp_path / "d", format="dcp")
     state, model = saved[1], Tied()
     torch.nn.init.zeros_(model.embed.weight)
-    into = {
+    into: dict[str, Any] = {
         "model": model.state_dict(),
         "optimizer": {
             "state": {i: {key: torch.zeros_like(t) for key, t in s.items()} for i, s in slots(state).items()}
@@ -314,7 +314,7 @@ def test_an_export_that_failed_continues_where_it_stopped(
 ) -> None:
     monkeypatch.setattr(writing, "WINDOW_BYTES", 64 * KIB)
     reads = 0
-    real = writing.read_window
+    real = output.read_window
 
     def failing(*arguments: Any) -> None:
         nonlocal reads
@@ -371,7 +371,7 @@ def test_a_full_disk_is_a_capacity_error_and_the_same_call_continues(
 
 def test_two_exports_to_one_target_do_not_mix(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors: list[BaseException] = []
-    real = writing.read_window
+    real = output.read_window
 
     def second(*arguments: Any) -> None:
         try:
