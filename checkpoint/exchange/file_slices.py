@@ -21,6 +21,7 @@ from headrace.checkpoint.saving.arena import Arena
 from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state.tensors import has_plain_memory
 from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.store.direct_io import fill_directly
 
 _MAPS = "/proc/self/maps"
 
@@ -92,11 +93,13 @@ class FileSlices(SlicedState):
 
 
 def _read(fd: int, offset: int, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
-        if not count:
-            raise CorruptionError(
-                f"the file ends at byte {offset + done}, before a tensor does", hint="copy or download it again"
-            )
-        done += count
+    """Fill `view` from the file, past the page cache where that is possible and useful."""
+    start, stop = fill_directly(fd, offset, view)
+    for done, end in ((0, start), (stop, len(view))):
+        while done < end:
+            count = os.preadv(fd, [view[done:end]], offset + done)
+            if not count:
+                raise CorruptionError(
+                    f"the file ends at byte {offset + done}, before a tensor does", hint="copy or download it again"
+                )
+            done += count

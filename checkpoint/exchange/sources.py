@@ -21,6 +21,7 @@ import os
 import pickle
 import re
 import stat
+import warnings
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,13 @@ from headrace.checkpoint.exchange import dcp_format, safetensors_format
 from headrace.checkpoint.exchange.safetensors_format import INDEX_SUFFIX, StoredTensor
 from headrace.checkpoint.state.tensors import empty
 from headrace.checkpoint.state.tree import MAX_DEPTH, join
-from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import (
+    CapacityError,
+    CorruptionError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from headrace.dataio.core.limits import MIB
 
 _MAX_INDEX = 64 * MIB
@@ -193,17 +200,18 @@ def _check_shard(
 
 
 def _mapped(fd: int, found: list[StoredTensor]) -> dict[str, torch.Tensor]:
-    """The tensors as views of the mapped file. The map is private, so nothing can change the file."""
-    size = os.fstat(fd).st_size
-    memory = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
+    """The tensors as views of the mapped file. The map is read-only, so a file may be larger than the memory."""
+    memory = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ)
     tensors = {}
-    for tensor in found:
-        dtype: torch.dtype = getattr(torch, tensor.dtype)
-        if tensor.nbytes:
-            flat = torch.frombuffer(memory, dtype=dtype, count=tensor.nbytes // dtype.itemsize, offset=tensor.at)
-            tensors[tensor.name] = flat.view(tensor.shape)
-        else:
-            tensors[tensor.name] = empty(dtype, tensor.shape)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        for tensor in found:
+            dtype: torch.dtype = getattr(torch, tensor.dtype)
+            if tensor.nbytes:
+                flat = torch.frombuffer(memory, dtype=dtype, count=tensor.nbytes // dtype.itemsize, offset=tensor.at)
+                tensors[tensor.name] = flat.view(tensor.shape)
+            else:
+                tensors[tensor.name] = empty(dtype, tensor.shape)
     return tensors
 
 
@@ -254,6 +262,11 @@ def _load_torch(path: Path, files: _Files) -> tuple[dict[Any, Any], bool]:
     except OSError:
         raise
     except Exception as error:  # a damaged structure can fail anywhere in torch
+        if "Cannot allocate memory" in str(error):  # torch maps files in a way that reserves memory for all of them
+            problem = f"{path} cannot be mapped: {error!s:.300}"
+            raise CapacityError(
+                problem, hint="use a machine with more memory, or save the tensors as safetensors"
+            ) from None
         raise CorruptionError(f"{path} cannot be read: {error!s:.300}", hint="copy or download it again") from None
     if not isinstance(loaded, dict) or not loaded:
         raise UsageError(f"{path} holds a {type(loaded).__name__}", hint='save a dict, such as {"model": state_dict}')
