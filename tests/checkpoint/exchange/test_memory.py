@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
-from headrace.checkpoint import read
+from headrace.checkpoint import export, read
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.process
 _ROOT = Path(__file__).resolve().parents[3]
@@ -36,3 +39,22 @@ def test_a_large_state_passes_through_little_memory(tmp_path: Path, kind: str) -
     with read(tmp_path / "r", run="exp") as one, read(tmp_path / "r", run=kind) as two:
         assert one._opened.manifests[0].bytes_state == two._opened.manifests[0].bytes_state == 1 << 29
         assert two._opened.manifests[0].bytes_written == 0  # every chunk is that of the step that was exported
+
+
+def test_an_export_that_is_killed_continues(tmp_path: Path) -> None:
+    run("make", str(tmp_path))
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.exchange_state", "export", str(tmp_path), "torch"]
+    process = subprocess.Popen(command, cwd=_ROOT, env=os.environ | {"PYTHONPATH": str(_ROOT)})
+    journal = tmp_path / ".torch.headrace-export"
+    wait_for(lambda: journal.exists() and journal.read_text().count("\n") > 3, 120)
+    process.kill()
+    assert process.wait() == -9
+    assert not (tmp_path / "torch").exists()
+    report = export(tmp_path / "r", tmp_path / "torch", run="exp", format="torch")
+    assert 0 < report.bytes_written < report.bytes
+    with zipfile.ZipFile(tmp_path / "torch") as archive:
+        assert archive.testzip() is None
+    found = torch.load(tmp_path / "torch", weights_only=True, mmap=True)
+    with read(tmp_path / "r", run="exp") as step:
+        assert all(torch.equal(found[name], step[name].read()) for name in step)
+    assert not journal.exists()
