@@ -17,13 +17,28 @@ if TYPE_CHECKING:
     from headrace.checkpoint.artifacts import read_artifact
     from headrace.checkpoint.compare.diff import diff
     from headrace.checkpoint.copies.copy import copy
+    from headrace.checkpoint.exchange.exporting import export
+    from headrace.checkpoint.exchange.importing import import_checkpoint
     from headrace.checkpoint.handle import Handle, SaveResult
     from headrace.checkpoint.publishing.subscriber import Subscriber
     from headrace.checkpoint.repository.retention import Keep
     from headrace.checkpoint.restoring.saved_step import read
     from headrace.checkpoint.rng import RNG
 
-__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "Subscriber", "copy", "diff", "read", "read_artifact"]
+__all__ = [
+    "RNG",
+    "Checkpointer",
+    "Handle",
+    "Keep",
+    "SaveResult",
+    "Subscriber",
+    "copy",
+    "diff",
+    "export",
+    "import_checkpoint",
+    "read",
+    "read_artifact",
+]
 
 _WHERE = {
     "Checkpointer": "headrace.checkpoint.api",
@@ -34,6 +49,8 @@ _WHERE = {
     "Subscriber": "headrace.checkpoint.publishing.subscriber",
     "copy": "headrace.checkpoint.copies.copy",
     "diff": "headrace.checkpoint.compare.diff",
+    "export": "headrace.checkpoint.exchange.exporting",
+    "import_checkpoint": "headrace.checkpoint.exchange.importing",
     "read": "headrace.checkpoint.restoring.saved_step",
     "read_artifact": "headrace.checkpoint.artifacts",
 }

@@ -1,6 +1,9 @@
 """`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository, and add up their sizes.
 
 Invariant: the command runs without torch. `ls`, `du`, `check`, `show` and `state` change nothing, except that they write the
+`cli_exchange` adds `export` and `import`.
+
+Invariant: the command runs without torch. `ls`, `du`, `check` and `show` change nothing, except that they write the
 missing COMMIT of a complete attempt, as every reader does. `ls`, `du` and `check` may also write a lease and delete it
 (`survey`). `retain` and `gc` print a plan and change nothing without `--apply`.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. The next collection finishes one
@@ -18,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.checkpoint import cli_compare, cli_copy, cli_metadata, cli_publish, object_states, positions
+from headrace.checkpoint import cli_compare, cli_copy, cli_exchange, cli_metadata, cli_publish, object_states, positions
 from headrace.checkpoint.format.metadata import printable
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
@@ -47,7 +50,7 @@ _HELP = {
 }
 
 
-_NEED_RUN = {"show", "state", "retain", "tag", "publish", *cli_metadata.NEED_RUN}
+_NEED_RUN = {"show", "state", "retain", "tag", "publish", *cli_metadata.NEED_RUN, "export", "import"}
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
@@ -111,6 +114,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     cli_metadata.add(actions, _add_common)
     cli_compare.add(actions, _add_common)
     cli_copy.add(actions, _add_common)
+    cli_exchange.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -338,4 +342,5 @@ COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     **cli_metadata.COMMANDS,
     **cli_compare.COMMANDS,
     **cli_copy.COMMANDS,
+    **cli_exchange.COMMANDS,
 }
