@@ -80,6 +80,8 @@ def test_the_public_list_is_short_and_whole() -> None:
         "Subscriber",
         "copy",
         "diff",
+        "export",
+        "import_checkpoint",
         "read",
         "read_artifact",
     ]
