@@ -55,7 +55,8 @@ does not exist · 3 temporary failure, try again · 4 a damaged file, with --str
 _INDEX = """\
 Make a dataset over media files or WebDataset tars where they lie. Nothing is copied: DST gets only an index and a version.
 PATTERN is a file, a folder, a quoted glob or a manifest: 's3://bucket/**/*.mp4', /data/clips, clips.csv. If it matches any
-tar, the tars are indexed: 's3://bucket/set/{00000..09999}.tar' (see --layout).
+tar, the tars are indexed: 's3://bucket/set/{00000..09999}.tar' (see --layout). If it is the folder of a LeRobot data set, each
+episode is a sample.
 Files with the same stem in one folder are one sample: clip.mp4 with clip.json (fields), clip.txt (text), and so on (see --group).
 The text of a sample is its .txt, or the "caption" of its .json (see --text-field), or the words of its .vtt.
 Every file is read once, to hash it and to probe its media. S3 credentials and endpoint come from the usual AWS variables and
@@ -197,9 +198,9 @@ def pack(args: argparse.Namespace) -> int:
     argument("destination", metavar="DST", help="where the dataset is written: a folder or s3://bucket/prefix"),
     argument(
         "--layout",
-        choices=("auto", "tars", "files"),
+        choices=("auto", "tars", "files", "lerobot"),
         default="auto",
-        help="take media files, or tars (default: tars if a pattern matches any, otherwise files)",
+        help="take media files, tars, or the episodes of a LeRobot data set (default: what the patterns match)",
     ),
     argument("--follow", action="store_true", help="add what is new to the dataset at DST, as its next version"),
     argument(

@@ -19,6 +19,7 @@ from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest import index_tars, patterns
 from headrace.dataio.shards.ingest.grouping import Grouping, check_grouping
 from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileIndexer, FileMemory, FileOptions, Indexed
+from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
 from headrace.dataio.shards.media.messages import check_text_field
 from headrace.dataio.shards.units.engine import find_engine
@@ -30,7 +31,7 @@ from headrace.dataio.store.joined import JOINED
 from headrace.dataio.store.mounts import Mounts
 from headrace.dataio.store.open import open_store
 
-Layout = Literal["auto", "tars", "files"]
+Layout = Literal["auto", "tars", "files", "lerobot"]
 Keys = Literal["member", "shard"]
 
 
@@ -42,7 +43,7 @@ class FollowMemory:
     tars: index_tars.Bad = field(default_factory=dict)
 
 
-_LAYOUTS: tuple[Layout, ...] = ("tars", "files")
+_LAYOUTS: tuple[Layout, ...] = ("tars", "files", "lerobot")
 Patterns = Sequence[str | os.PathLike[str]] | str | os.PathLike[str]
 
 
@@ -72,7 +73,8 @@ def index(
         patterns: for files: files, folders, globs and manifests, local or in stores, as for `pack`. For tars: one or
             more patterns (`headrace.dataio.shards.ingest.patterns`). Both may have braces, such as `{000..999}`.
         url: where to write the dataset, or an open store.
-        layout (str): "files" takes media files, "tars" takes WebDataset tars. "auto" (the default) takes tars if the
+        layout (str): "files" takes media files, "tars" takes WebDataset tars, "lerobot" takes the episodes of a LeRobot
+            data set. "auto" (the default) takes a LeRobot data set if the pattern is the folder of one, tars if the
             patterns match any, and otherwise files.
         follow (bool): add what is new to the dataset at `url`, as its next version. If there is no dataset, make one.
             If nothing is new, open the newest version. The default is False.
@@ -117,7 +119,8 @@ def index(
         (1, 0)
     """
     listed, memory = as_list(patterns), memory or FollowMemory()
-    if choose_layout(layout, listed, source_options) == "tars":
+    chosen = choose_layout(layout, listed, source_options)
+    if chosen == "tars":
         _check_tar_options(group, columns)
         make = partial(
             index_tars.index,
@@ -155,7 +158,7 @@ def index(
         if owned:
             undo.enter_context(store)
         history.refuse_checkpoints(store)
-        with FileIndexer(file_sources(listed), store, options, memory.files) as indexer:
+        with _indexer(chosen, listed, store, options, memory) as indexer:
             is_new = not (follow and history.list_versions(store))
             dataset = open_indexed(store, indexer.index(name) if is_new else indexer.follow(), owned, trust_mounts)
         undo.pop_all()
@@ -202,17 +205,33 @@ def as_list(given: Patterns) -> list[str]:
 
 
 def choose_layout(layout: str, listed: Sequence[str], source_options: Mapping[str, Any] | None) -> Layout:
-    """Return "tars" or "files"."""
+    """Return "tars", "files" or "lerobot"."""
     for one in _LAYOUTS:
         if layout == one:
             return one
     if layout != "auto":
-        raise UsageError(f"layout must be 'auto', 'tars' or 'files', not {layout!r:.100}", hint="the default is auto")
+        raise UsageError(
+            f"layout must be 'auto', 'tars', 'files' or 'lerobot', not {layout!r:.100}", hint="the default is auto"
+        )
+    if is_lerobot_source(listed, source_options):
+        return "lerobot"
     options = dict(source_options or {})
     has_tar = patterns.match_tar(
         listed, lambda root: open_store(root, storage_options=options if "://" in root else {})
     )
     return "tars" if has_tar else "files"
+
+
+def _indexer(
+    chosen: Layout, listed: Sequence[str], store: Store, options: FileOptions, memory: FollowMemory
+) -> FileIndexer | LeRobotIndexer:
+    if chosen != "lerobot":
+        return FileIndexer(file_sources(listed), store, options, memory.files)
+    if len(listed) != 1:
+        raise UsageError(f"one LeRobot data set can be indexed, not {len(listed)}", hint="`headrace merge` the results")
+    if options.group != "stem" or options.columns != DEFAULT_COLUMNS:
+        raise UsageError("group and columns are for files, and this is a LeRobot data set", hint="leave them out")
+    return LeRobotIndexer(listed[0], store, options)
 
 
 def file_sources(listed: Sequence[str]) -> list[str]:

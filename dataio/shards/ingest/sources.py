@@ -58,7 +58,7 @@ from headrace.dataio.shards.ingest.grouping import (
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, EXTENSION, EXTENSIONS, Columns, Row, rows
 from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.ingest.source_stores import WILDCARD, FileStat, SourceStores, is_url
-from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, unused_media
+from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, is_named_video, unused_media
 from headrace.dataio.shards.media.messages import Span
 from headrace.dataio.store.base import check_key
 
@@ -163,7 +163,7 @@ class _Collector:
                     group = _tar_group(key, sorted(spans, key=lambda span: span.ext), info.modified_ns)
                     if len({span.ext for span in spans}) < len(spans):
                         self._skip_in(path, key, "two of its members have the same name")
-                    elif not any(span.ext in KNOWN_EXTENSIONS for span in spans):
+                    elif not any(span.ext in KNOWN_EXTENSIONS or is_named_video(span.ext) for span in spans):
                         self._skip_in(path, key, _no_media_reason([span.ext for span in spans]))
                     else:
                         groups.append(group)
@@ -343,7 +343,7 @@ def _no_media_reason(extensions: list[str]) -> str:
     """Return the reason why a sample with these extensions is skipped."""
     if unused := unused_media(extensions):
         names = ", ".join(f".{ext}" for ext in unused)
-        return f"none of its media files ({names}) has the sample's own name; a sample has one video, so make one sample of each"
+        return f"none of its media files ({names}) has the sample's own name"
     return f"it has no media file (media are {_media_list()})"
 
 

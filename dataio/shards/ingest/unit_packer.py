@@ -231,6 +231,7 @@ class _ShardWriter:
                 audio=described.audio,
                 text=described.text,
                 fields=json.loads(described.fields),
+                videos=described.videos,
             )
             self._samples.append(sample)
 
