@@ -195,8 +195,12 @@ def open_indexed(store: Store, indexed: Indexed, owned: bool, trust_mounts: bool
         if name not in names:
             one.close()
     base = Mounts(store, mounted, owns_base=owned, joined=JOINED in names)
-    opened, _ = with_mounts(base, document, owned, {}, trust_mounts)
-    dataset = Dataset(opened, indexed.version, trust_mounts=trust_mounts)
+    with contextlib.ExitStack() as undo:
+        for one in mounted.values():
+            undo.callback(one.close)
+        opened, _ = with_mounts(base, document, owned, {}, trust_mounts)
+        dataset = Dataset(opened, indexed.version, trust_mounts=trust_mounts)
+        undo.pop_all()
     dataset.report, dataset.owns_store = indexed.report, True
     return dataset
 

@@ -296,3 +296,35 @@ def test_pages_bound_the_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -
     put_episodes(store, ROWS)
     with pytest.raises(CorruptionError, match="256 episodes take more than"):
         read(store)
+
+
+# --- the data sets of the tests
+
+
+def test_the_data_sets_of_the_tests_are_laid_out_as_lerobot_does(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[3] / "golden" / "lerobot-0.4.4"
+    what = LeRobotSet(
+        lengths=(8, 11, 14), codecs={FRONT: "libx264", WRIST: "libx264"}, per_file={FRONT: 3, WRIST: 3, "data": 3}
+    )
+    lerobot_set.write(tmp_path, what)
+    names = {str(path.relative_to(golden)) for path in golden.rglob("*.*") if path.suffix != ".md"}
+    assert names == {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")}
+    ours, theirs = (json.loads((root / "meta/info.json").read_text()) for root in (tmp_path, golden))
+    sizes = {"data_files_size_in_mb", "video_files_size_in_mb"}
+    assert {**theirs, "features": {}} == {**theirs, **ours, "features": {}}
+    assert theirs.keys() - ours.keys() == sizes
+    assert ours["features"].keys() == theirs["features"].keys() - {"next.reward"}
+    for name, feature in ours["features"].items():
+        assert (feature["dtype"], feature["shape"]) == tuple(theirs["features"][name][k] for k in ("dtype", "shape"))
+    for name in (name for name in names if name.endswith(".parquet")):
+        found, expected = (pq.read_schema(root / name) for root in (tmp_path, golden))
+        for column in found.names:
+            if not column.startswith("stats/"):
+                assert str(found.field(column).type) == str(expected.field(column).type), f"{name}: {column}"
+    read = [[(e.index, e.length, e.data, e.windows) for e in _episodes(root)] for root in (tmp_path, golden)]
+    assert read[0] == read[1]
+
+
+def _episodes(root: Path) -> list[Episode]:
+    with open_store(str(root)) as store:
+        return read(store)
