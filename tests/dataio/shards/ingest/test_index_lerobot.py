@@ -388,3 +388,16 @@ def test_an_episode_that_cannot_be_used_is_read_again_only_after_its_files_chang
     video.write_bytes(whole)
     with follow() as dataset:
         assert (dataset.version, report_of(dataset).samples, len(dataset)) == (2, 2, 5)
+
+
+def test_a_file_that_changed_since_is_reported(own: Path, tmp_path: Path) -> None:
+    index(own, tmp_path / "set", workers=1).close()
+    video = own / LeRobotSet().path_of(WRIST, 2)
+    os.utime(video, (1, 1))
+    with index(own, tmp_path / "set", follow=True, workers=1, trust_mounts=True) as dataset:
+        assert report_of(dataset).changed == (
+            f"file://{video}: it changed after it was indexed, so its episodes cannot be read",
+        )
+    done = headrace_command.run("index", own, tmp_path / "set", "--follow", "--trust-mounts")
+    assert done.returncode == 1
+    assert b"file-002.mp4: it changed after it was indexed" in done.stdout
