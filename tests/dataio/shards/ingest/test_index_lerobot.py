@@ -19,7 +19,7 @@ from safetensors.numpy import load
 from headrace.dataio import Dataset, index
 from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import ConflictError, CorruptionError, UnsupportedError, UsageError
-from headrace.dataio.shards.ingest import lerobot_plan, lerobot_videos
+from headrace.dataio.shards.ingest import lerobot_plan, lerobot_samples, lerobot_videos
 from headrace.dataio.shards.ingest.index import FollowMemory
 from headrace.dataio.shards.ingest.index_files import FileOptions
 from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
@@ -209,6 +209,17 @@ def test_rows_that_are_missing_skip_their_episodes(own: Path, tmp_path: Path) ->
             for found, length in ((2, 7), (0, 31))
         ]
         assert len(dataset) == 3
+
+
+def test_rows_that_are_much_larger_than_the_metadata_say_are_left_out(
+    robot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lerobot_samples, "_FILES_BYTES", 5000)
+    with index(robot, tmp_path / "set", workers=1) as dataset:
+        assert list(dataset.keys) == ["episode_00000000", "episode_00000001"]
+        assert {item.reason for item in report_of(dataset).skipped} == {
+            "the rows are much larger than the shapes in meta/info.json say"
+        }
 
 
 def test_a_data_set_that_is_there_in_part_gives_what_is_there(own: Path, tmp_path: Path) -> None:
