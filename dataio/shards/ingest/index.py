@@ -237,7 +237,7 @@ def _indexer(
         raise UsageError(f"one LeRobot data set can be indexed, not {len(listed)}", hint="`headrace merge` the results")
     if options.group != "stem" or options.columns != DEFAULT_COLUMNS:
         raise UsageError("group and columns are for files, and this is a LeRobot data set", hint="leave them out")
-    return LeRobotIndexer(listed[0], store, options, memory.episodes)
+    return LeRobotIndexer(listed[0], store, options, memory.episodes, memory.files)
 
 
 def file_sources(listed: Sequence[str]) -> list[str]:

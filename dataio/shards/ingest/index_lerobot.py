@@ -17,6 +17,7 @@ rule raise `CorruptionError`, and nothing is indexed. An existing dataset raises
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import time
@@ -27,7 +28,8 @@ from msgspec.structs import replace
 
 from headrace.dataio.core import crashpoints, limits
 from headrace.dataio.core.errors import ConflictError, CorruptionError, UsageError
-from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileOptions, Indexed
+from headrace.dataio.shards.ingest.file_units import is_changed
+from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileMemory, FileOptions, Indexed
 from headrace.dataio.shards.ingest.lerobot import INFO, is_lerobot, read_info
 from headrace.dataio.shards.ingest.lerobot_episodes import Episode, read_episodes
 from headrace.dataio.shards.ingest.lerobot_plan import LeRobotPlan, LeRobotUnit, lerobot_plan, stat_of
@@ -49,7 +51,7 @@ from headrace.dataio.shards.units.engine import RunReport, find_engine
 from headrace.dataio.shards.units.journal import Done
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import history
-from headrace.dataio.shards.versions.mounting import JOINED_MOUNT, mount_of
+from headrace.dataio.shards.versions.mounting import JOINED_MOUNT, mount_of, with_mounts
 from headrace.dataio.store.base import Store, path_of_url
 from headrace.dataio.store.mounts import PREFIX
 
@@ -82,12 +84,20 @@ class LeRobotIndexer:
     """Makes versions over the LeRobot data set at `source`. It is a context manager.
 
     It closes the store of the data set, unless a result takes it over (`Indexed.mounted`). `bad` has the episodes that
-    earlier calls could not use (`lerobot_plan`). `follow` uses it and adds to it.
+    earlier calls could not use (`lerobot_plan`), and `lists` the objects of the shards that they read. `follow` uses
+    both and adds to them.
     """
 
-    def __init__(self, source: str, store: Store, options: FileOptions, bad: dict[int, FileStat] | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        store: Store,
+        options: FileOptions,
+        bad: dict[int, FileStat] | None = None,
+        lists: FileMemory | None = None,
+    ) -> None:
         self._store, self._options, self._engine = store, options, find_engine(options.engine)
-        self._bad = {} if bad is None else bad
+        self._bad, self._lists = {} if bad is None else bad, lists or FileMemory()
         self._files = open_source(source, options.source_options)
         self._source = self._files.store
         try:
@@ -152,25 +162,42 @@ class LeRobotIndexer:
     def _follow(self, message: str) -> Indexed:
         started, store = time.monotonic(), self._store
         newest, _ = history.load(store)
+        changed = self._changed(newest)
         plan = self._plan(self._new_episodes(newest), follow=True)
         run, reporter = self._run(plan), _EpisodeReporter(plan, self._options.strict, self._options.progress)
         if not plan.units:
-            return self._indexed(_no_report(plan.missing, time.monotonic() - started), newest.version)
+            return self._indexed(_no_report(plan.missing, started, changed), newest.version)
         published = run.published()
         if published is not None:
-            return self._finish(run, reporter, RunReport(len(plan.units), ()), published.version, started)
+            return self._finish(run, reporter, RunReport(len(plan.units), ()), published.version, started, changed)
         existing = history.list_versions(store)
         try:
             report, version = self._add(run, reporter, newest, message, started)
         except _NothingNewError as error:
-            report, version = _no_report((*plan.missing, *error.skipped), time.monotonic() - started), newest.version
+            report, version = _no_report((*plan.missing, *error.skipped), started), newest.version
         except (ConflictError, CorruptionError):
             if history.list_versions(store) != existing:
                 run.journal.delete()  # of another plan: this one has episodes that now exist
             raise
         run.journal.delete()
         self._remember(plan, report.skipped)
-        return self._indexed(report, version)
+        return self._indexed(dataclasses.replace(report, changed=changed), version)
+
+    def _changed(self, document: versions.VersionDocument) -> tuple[str, ...]:
+        """Name the files of the version's episodes that have another size or time than when they were indexed."""
+        base = self._store
+        store, owned = with_mounts(base, document, False, {}, self._options.trust_mounts, self._mounts())
+        try:
+            listed = self._lists.read_lists(store, document)
+        finally:
+            if owned and store is not base:
+                store.close()
+        found, root = list[str](), self._source.location.url.rstrip("/")
+        for file in self._source.list():
+            before, now = listed.get(self._prefix + file.key), FileStat(file.size, round(file.modified * 1e9))
+            if before is not None and is_changed(f"{root}/{file.key}", before, now):
+                found.append(f"{root}/{file.key}: it changed after it was indexed, so its episodes cannot be read")
+        return tuple(found)
 
     def _add(
         self,
@@ -261,11 +288,17 @@ class LeRobotIndexer:
             yield from (one for key, one in batch.items() if key in missing)
 
     def _finish(
-        self, run: PlanRun[LeRobotUnit], reporter: InputReporter, result: RunReport, version: int, started: float
+        self,
+        run: PlanRun[LeRobotUnit],
+        reporter: InputReporter,
+        result: RunReport,
+        version: int,
+        started: float,
+        changed: tuple[str, ...] = (),
     ) -> Indexed:
         report = run.report(reporter, result, time.monotonic() - started)
         run.journal.delete()
-        return self._indexed(report, version)
+        return self._indexed(dataclasses.replace(report, changed=changed), version)
 
     def _indexed(self, report: PackReport, version: int) -> Indexed:
         self._given_away = self._mount is not None
@@ -306,8 +339,18 @@ def _nothing(skipped: Sequence[Skipped]) -> UsageError:
     )
 
 
-def _no_report(skipped: tuple[Skipped, ...], seconds: float) -> PackReport:
-    return PackReport(files=0, samples=0, shards=0, bytes=0, seconds=seconds, skipped=skipped, ignored=(), notes=())
+def _no_report(skipped: tuple[Skipped, ...], started: float, changed: tuple[str, ...] = ()) -> PackReport:
+    return PackReport(
+        files=0,
+        samples=0,
+        shards=0,
+        bytes=0,
+        seconds=time.monotonic() - started,
+        skipped=skipped,
+        ignored=(),
+        notes=(),
+        changed=changed,
+    )
 
 
 def _local(source: str) -> str:

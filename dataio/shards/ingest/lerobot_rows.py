@@ -43,6 +43,8 @@ _BATCH_BYTES = 256 * limits.MIB
 _GROUP_BYTES, _GROUP_VALUES = 1 * limits.GIB, 1 << 28
 """The largest column of a row group, unpacked, and the most values in it. A few bytes can say that a value is repeated."""
 _MAX_DIMENSIONS = 4
+_RESERVED = "__metadata__"
+"""A name that cannot be that of a tensor."""
 _TYPES = {
     "bool": "BOOL",
     **{f"int{8 * size}": f"I{8 * size}" for size in (1, 2, 4, 8)},
@@ -66,7 +68,7 @@ class EpisodeRows:
             self._file = self._undo.enter_context(pq.ParquetFile(path, pre_buffer=False))
             check_footer(self._file.metadata, name)
             schema = self._file.schema_arrow
-        self._columns = [field.name for field in schema if _leaf(field.type) is not None]
+        self._columns = [f.name for f in schema if f.name != _RESERVED and _leaf(f.type) is not None]
         if len(set(schema.names)) < len(schema.names):
             raise CorruptionError(f"{name}: two columns have the same name")
         if EPISODE not in schema.names or not pa.types.is_integer(schema.field(EPISODE).type):

@@ -39,7 +39,7 @@ from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards.ingest.lerobot import Camera
 from headrace.dataio.shards.ingest.lerobot_episodes import Episode
-from headrace.dataio.shards.ingest.lerobot_plan import LeRobotUnit
+from headrace.dataio.shards.ingest.lerobot_plan import UNIT_ROWS, LeRobotUnit
 from headrace.dataio.shards.ingest.lerobot_rows import EpisodeRows
 from headrace.dataio.shards.ingest.lerobot_videos import VideoFile, VideoFiles, episode_window
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
@@ -54,6 +54,8 @@ from headrace.dataio.store.joined import JoinedObject, write_files, write_list
 
 ROWS_EXT, JSON_EXT = "rows.safetensors", "json"
 _KEPT_DATA = 2
+_FILES_BYTES = 4 * UNIT_ROWS
+"""The largest object of rows. The plan estimates the rows from the metadata, which may be wrong."""
 _FAULTS = (CorruptionError, UnsupportedError)
 _log = get_logger(__name__)
 
@@ -130,7 +132,7 @@ class EpisodeIndexer:
     ) -> Iterator[_Usable]:
         """Yield the episodes that can be used, and add the others to `skipped`."""
         with contextlib.ExitStack() as stack:
-            name, rows = "", None
+            name, rows, total = "", None, 0
             for episode in episodes:
                 try:
                     windows = self._windows(episode, videos)
@@ -139,7 +141,11 @@ class EpisodeIndexer:
                         name, rows = "", None
                         rows = stack.enter_context(EpisodeRows(self._data.path(data[episode.data]), episode.data))
                         name = episode.data
-                    yield self._described(episode, rows.read(episode.index, episode.length), windows)
+                    found = rows.read(episode.index, episode.length)
+                    if total + len(found) > _FILES_BYTES:
+                        raise UnsupportedError("the rows are much larger than the shapes in meta/info.json say")
+                    total += len(found)
+                    yield self._described(episode, found, windows)
                 except _FAULTS as error:
                     skipped.append(self._skip(episode, error))
 

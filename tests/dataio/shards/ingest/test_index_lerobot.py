@@ -19,7 +19,7 @@ from safetensors.numpy import load
 from headrace.dataio import Dataset, index
 from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import ConflictError, CorruptionError, UnsupportedError, UsageError
-from headrace.dataio.shards.ingest import lerobot_plan, lerobot_videos
+from headrace.dataio.shards.ingest import lerobot_plan, lerobot_samples, lerobot_videos
 from headrace.dataio.shards.ingest.index import FollowMemory
 from headrace.dataio.shards.ingest.index_files import FileOptions
 from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
@@ -211,6 +211,17 @@ def test_rows_that_are_missing_skip_their_episodes(own: Path, tmp_path: Path) ->
         assert len(dataset) == 3
 
 
+def test_rows_that_are_much_larger_than_the_metadata_say_are_left_out(
+    robot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lerobot_samples, "_FILES_BYTES", 5000)
+    with index(robot, tmp_path / "set", workers=1) as dataset:
+        assert list(dataset.keys) == ["episode_00000000", "episode_00000001"]
+        assert {item.reason for item in report_of(dataset).skipped} == {
+            "the rows are much larger than the shapes in meta/info.json say"
+        }
+
+
 def test_a_data_set_that_is_there_in_part_gives_what_is_there(own: Path, tmp_path: Path) -> None:
     (own / LeRobotSet().path_of(WRIST, 1)).unlink()
     with index(own, tmp_path / "set", workers=1) as dataset:
@@ -388,3 +399,16 @@ def test_an_episode_that_cannot_be_used_is_read_again_only_after_its_files_chang
     video.write_bytes(whole)
     with follow() as dataset:
         assert (dataset.version, report_of(dataset).samples, len(dataset)) == (2, 2, 5)
+
+
+def test_a_file_that_changed_since_is_reported(own: Path, tmp_path: Path) -> None:
+    index(own, tmp_path / "set", workers=1).close()
+    video = own / LeRobotSet().path_of(WRIST, 2)
+    os.utime(video, (1, 1))
+    with index(own, tmp_path / "set", follow=True, workers=1, trust_mounts=True) as dataset:
+        assert report_of(dataset).changed == (
+            f"file://{video}: it changed after it was indexed, so its episodes cannot be read",
+        )
+    done = headrace_command.run("index", own, tmp_path / "set", "--follow", "--trust-mounts")
+    assert done.returncode == 1
+    assert b"file-002.mp4: it changed after it was indexed" in done.stdout

@@ -34,6 +34,7 @@ def columns(**changed: Any) -> dict[str, Any]:
         "pair": pairs,
         "grid": pa.array([[[n, 1.0, 2.0], [3.0, 4.0, 5.0]] for n in range(count)]),
         "note": ["text"] * count,
+        "__metadata__": np.arange(count),
     }
     return found | changed
 
@@ -53,7 +54,7 @@ def test_every_numeric_column_is_a_tensor_of_its_own_type(tmp_path: Path, group:
     expected = columns()
     first = 0
     for arrays, length in zip(found, LENGTHS.values(), strict=True):
-        assert set(arrays) == set(expected) - {"note"}
+        assert set(arrays) == set(expected) - {"note", "__metadata__"}
         for name in ("episode_index", "timestamp", "done", "byte", "half"):
             np.testing.assert_array_equal(arrays[name], expected[name][first : first + length], strict=True)
         assert arrays["pair"].dtype == np.int16
