@@ -75,8 +75,9 @@ LIST_CACHE_BYTES = 64 * limits.MIB
 PARALLEL = 32
 _OBJECT_BYTES = 1 << 50
 _SHARD = re.compile(r"[0-9]{8,12}-[0-9a-f]{32}")
-_CLOCK_TOLERANCE = 0.002
-"""The seconds by which two stated times of an object may differ. A listing may give fewer digits than a request."""
+_TOLERANCE, _REMOTE_TOLERANCE = 0.002, 1.0
+"""The seconds by which two stated times of an object may differ. Of a remote one, a listing may give more digits than
+a request."""
 _DECODED_COST = 3  # a decoded list takes up to three times the memory of its JSON
 
 
@@ -288,7 +289,8 @@ class JoinedObjects(Store):
             return f"it cannot be compared: {error.message}"
         if info.size != found.size:
             return f"it has {info.size} bytes, and had {found.size} when it was indexed"
-        if found.modified is not None and abs(info.modified - found.modified) > _CLOCK_TOLERANCE:
+        tolerance = _TOLERANCE if scheme_of(store.location.url) == "file" else _REMOTE_TOLERANCE
+        if found.modified is not None and abs(info.modified - found.modified) > tolerance:
             return (
                 f"it was modified at {_as_time(info.modified)}, and at {_as_time(found.modified)} when it was indexed"
             )

@@ -259,6 +259,18 @@ def test_errors_name_the_object_and_its_change(store: Mounts, clips: Store, tmp_
         store.get(shard)
 
 
+@pytest.mark.parametrize(("remote", "seconds", "said"), [(False, 0.5, True), (True, 0.5, False), (True, 5.0, True)])
+def test_times_of_remote_objects_have_few_digits(
+    base: Store, clips: Store, remote: bool, seconds: float, said: bool
+) -> None:
+    other = memory() if remote else clips
+    other.put("x", b"x")
+    one = JoinedObject(key="mounts/m1/x", size=1, modified=other.stat("x").modified - seconds)
+    with Mounts(base, {"m1": other}, joined=True) as store:
+        shard, _ = write_list(store, 0, [one])
+        assert ("it was modified" in describe_damage(store, shard, 0)) is said
+
+
 @pytest.mark.parametrize("damage", ["gone", "short"])
 def test_a_missing_object_does_not_damage_its_neighbours(store: Mounts, clips: Store, damage: str) -> None:
     shard, _ = write_list(store, 0, listed(clips, "a b.mp4", "sub/b.mp4", "a b.mp4"))
