@@ -28,7 +28,7 @@ from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring.chunk_reader import LeasedStep
 from headrace.checkpoint.state.build import plain
-from headrace.checkpoint.state.tree import MetaNode, PartsNode, TensorRef, ValueNode, ViewRef, join
+from headrace.checkpoint.state.tree import MetaNode, PartsNode, TensorRef, ValueNode, ViewRef, join, tensor_names
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UnsupportedError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
@@ -321,10 +321,12 @@ class _Build:
         return node
 
     def _decoded(self, node: ValueNode, path: str) -> Any:
-        """A value of another type; the node itself if its class is not loaded or if it holds tensors."""
+        """A value of another type; the node itself if it holds tensors or if its class is not loaded."""
+        if any(True for _ in tensor_names(node)):
+            return node
         try:
             return plain(node, path)
-        except (MismatchError, CorruptionError):
+        except MismatchError:
             return node
 
     def _tensor(self, node: TensorRef, path: str) -> TensorStub:

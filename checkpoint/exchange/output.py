@@ -6,7 +6,7 @@ A file is a list of parts in the order of their bytes:
 - `bytes`: headers and other small records.
 - `Late`: bytes that depend on the bytes before them, such as the checksum of a record in a zip file.
 
-Invariant: reading a window needs memory for the window and, where a type is converted, for its source. A window never
+Invariant: reading a window needs memory for the window and, where a type is converted, 16 MiB more. A window never
 splits an element, because windows begin at multiples of `ALIGN` and data at multiples of its element size. Every byte
 of a tensor is checked against the digest of its chunk.
 Failure behaviour: `CorruptionError` names step, tensor, pack and offset.
@@ -15,6 +15,7 @@ Failure behaviour: `CorruptionError` names step, tensor, pack and offset.
 from __future__ import annotations
 
 import math
+import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from headrace.checkpoint.format.chunking import ITEM_BYTES, Box
 from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.restoring.chunk_reader import Saved, Want
-from headrace.checkpoint.state.tensors import empty, memory_of
+from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Store
 
 ALIGN = 4096
@@ -72,6 +73,7 @@ class Late:
         return self.length
 
 
+_CONVERTED_BYTES = 16 * MIB
 Part = Data | Late | bytes
 Checksums = dict[int, int]
 """CRC-32 of the bytes of a `Data` part, by the number of the part in its file."""
@@ -123,24 +125,53 @@ class _Memory:
 
 def read_window(store: Store, step: Step, file: OutputFile, start: int, window: memoryview) -> None:
     """Fill `window` with the bytes of the file from `start` on, except those of `Late` parts."""
-    wants: list[Want] = []
-    conversions: list[tuple[torch.Tensor, torch.Tensor]] = []
+    reading = _Reading(store, step)
     for number, part, first, last in file.overlapping(start, start + len(window)):
         at = file.starts[number] + first - start
         target = window[at : at + last - first]
         if isinstance(part, bytes):
             target[:] = part[first:last]
+        elif isinstance(part, Data) and part.target:
+            reading.add_converted(part, first // part.item, last // part.item, target)
         elif isinstance(part, Data):
-            elements, end = first // part.item, last // part.item
-            if part.target:
-                source = empty(getattr(torch, part.dtype), (end - elements,))
-                conversions.append((source, torch.frombuffer(target, dtype=getattr(torch, part.target))))
-                target = memory_of(source)
-            wants += _wants(part, elements, end, target)
-    if wants:
-        chunk_reader.read(store, step, wants)
-    for source, converted in conversions:
-        converted.copy_(source)
+            reading.wants += _wants(part, first // part.item, last // part.item, target)
+    reading.finish()
+
+
+class _Reading:
+    """Requests that are read together. Elements to convert are first read into memory of at most `_CONVERTED_BYTES`."""
+
+    def __init__(self, store: Store, step: Step) -> None:
+        self._store, self._step = store, step
+        self.wants: list[Want] = []
+        self._conversions: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._bytes = 0
+
+    def add_converted(self, part: Data, first: int, last: int, target: memoryview) -> None:
+        """Request the elements [first, last) of a part, converted to the type in the file."""
+        item = ITEM_BYTES[part.dtype]
+        for begin in range(first, last, _CONVERTED_BYTES // item):
+            end = min(begin + _CONVERTED_BYTES // item, last)
+            if self._bytes + (end - begin) * item > _CONVERTED_BYTES:
+                self.finish()
+            memory = memoryview(mmap.mmap(-1, (end - begin) * item))  # freed at once, unlike memory of the heap
+            view = target[(begin - first) * part.item : (end - first) * part.item]
+            self._conversions.append((_tensor(memory, part.dtype), _tensor(view, part.target)))
+            self._bytes += len(memory)
+            self.wants += _wants(part, begin, end, memory)
+            del memory
+
+    def finish(self) -> None:
+        """Read what was requested, and convert it."""
+        if self.wants:
+            chunk_reader.read(self._store, self._step, self.wants)
+        for source, converted in self._conversions:
+            converted.copy_(source)
+        self.wants, self._conversions, self._bytes = [], [], 0
+
+
+def _tensor(memory: memoryview, dtype: str) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=getattr(torch, dtype))
 
 
 def _wants(part: Data, first: int, last: int, target: memoryview) -> Iterator[Want]:

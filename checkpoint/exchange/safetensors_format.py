@@ -58,8 +58,10 @@ class NamedData:
 
 
 def check_types(tensors: Iterable[NamedData]) -> None:
-    """Raise `UnsupportedError` for a tensor whose type safetensors lacks."""
+    """Raise `UnsupportedError` for a tensor whose type or name safetensors lacks."""
     for tensor in tensors:
+        if tensor.name == _METADATA:
+            raise UnsupportedError(f"safetensors has no tensor called {_METADATA}", hint="rename it")
         if tensor.data.stored_dtype not in _NAMES:
             raise UnsupportedError(
                 f"{tensor.name}: safetensors has no type {tensor.data.stored_dtype}",

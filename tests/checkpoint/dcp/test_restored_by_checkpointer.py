@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from headrace.checkpoint import Checkpointer, read
 from headrace.checkpoint.dcp import RepositoryWriter
 from headrace.dataio.core.errors import MismatchError
+from tests.support.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -98,3 +99,18 @@ def test_read_shows_the_paths_of_the_state(tmp_path: Path) -> None:
         assert sorted(step) == ["epoch", "model/n/0", "model/n/1", "model/w"]
         assert step["epoch"] == 3
         assert torch.equal(step["model/w"].read(), torch.ones(2))
+
+
+def test_a_step_of_several_ranks_is_restored_by_one(tmp_path: Path) -> None:
+    launch(2, "tests.support.dcp_state_dict_ranks", str(tmp_path), "fsdp")
+    found = []
+    for run in ("dcp", "checkpointer"):  # the same state, saved through DCP and by a Checkpointer
+        model = torch.nn.Sequential(torch.nn.Linear(32, 66), torch.nn.ReLU(), torch.nn.Linear(66, 8))
+        groups = [{"params": list(model[0].parameters())}, {"params": list(model[2].parameters())}]
+        optimizer = torch.optim.AdamW(groups)
+        with Checkpointer(tmp_path / "fsdp", run=run, sidecar=None) as checkpointer:
+            checkpointer.restore({"model": model, "optim": optimizer}, 0)
+        found.append((model.state_dict(), optimizer.state_dict()))
+    assert equal(found[0][0], found[1][0])
+    assert equal(found[0][1], found[1][1])
+    assert [group["lr"] for group in found[0][1]["param_groups"]] == [0.1, 0.01]

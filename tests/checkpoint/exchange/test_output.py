@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.checkpoint import Checkpointer, read
+from headrace.checkpoint.exchange import output
 from headrace.checkpoint.exchange.output import Data, OutputFile, boxes, read_window
 from headrace.checkpoint.restoring.chunk_reader import tensors_of
 
@@ -31,7 +32,8 @@ def test_the_boxes_of_a_range_are_its_elements_in_order(shape: list[int], data: 
 
 
 @pytest.mark.parametrize("target", ["", "float32"])
-def test_windows_join_to_the_whole_file(tmp_path: Path, target: str) -> None:
+def test_windows_join_to_the_whole_file(tmp_path: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "_CONVERTED_BYTES", 100)
     tensor = torch.randn(50, 30, 7).bfloat16()
     with Checkpointer(tmp_path, run="exp", sidecar=None) as checkpointer:
         checkpointer.save(1, {"a": tensor}).result(60)
