@@ -6,18 +6,19 @@ import doctest
 
 import pytest
 
-from headrace.checkpoint import RNG, Checkpointer, read
+from headrace.checkpoint import RNG, Checkpointer, copy, diff, read
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 
 
 @pytest.mark.parametrize(
     "shown",
-    [Checkpointer, Checkpointer.save, Checkpointer.restore, read, RNG, RepositoryWriter, RepositoryReader],
+    [Checkpointer, Checkpointer.save, Checkpointer.restore, read, RNG, RepositoryWriter, RepositoryReader, copy, diff],
     ids=lambda shown: shown.__qualname__,
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_the_example_of_a_docstring_runs(shown: object) -> None:
     known: dict[str, object] = {"Checkpointer": Checkpointer, "read": read, "RNG": RNG}
+    known.update(copy=copy, diff=diff)
     known.update(RepositoryReader=RepositoryReader, RepositoryWriter=RepositoryWriter)
     (found,) = doctest.DocTestFinder(recurse=False).find(shown, "example", globs=known)
     assert found.examples
