@@ -12,12 +12,13 @@ import fnmatch
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.checkpoint.compare.diff import StepDiff, TensorChange, TensorForm, diff
-from headrace.dataio.core.cli import LISTED, one_line
+from headrace.dataio.core.cli import LISTED, byte_progress, one_line
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.store.base import Store
@@ -48,9 +49,20 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
 
 
 def _diff(store: Store, options: argparse.Namespace) -> int:
-    with contextlib.ExitStack() as stack:
+    with (
+        contextlib.ExitStack() as stack,
+        byte_progress("comparing", _describe, quiet=options.json) as show,
+    ):
         found = [
-            diff(store, a, b, other=other, include=_included(options.include)) for a, b, other in _pairs(options, stack)
+            diff(
+                store,
+                a,
+                b,
+                other=other,
+                include=_included(options.include),
+                progress=None if show is None else partial(_show, show, f"{a} → {b}"),
+            )
+            for a, b, other in _pairs(options, stack)
         ]
     if options.output:
         from headrace.checkpoint.compare.page import page
@@ -66,6 +78,21 @@ def _diff(store: Store, options: argparse.Namespace) -> int:
         if options.output:
             print(f"page: {options.output}")
     return 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    steps: str
+    bytes: int
+    bytes_total: int
+
+
+def _show(show: Callable[[_Compared], None], steps: str, done: int, total: int) -> None:
+    show(_Compared(steps, done, total))
+
+
+def _describe(done: _Compared) -> str:
+    return done.steps
 
 
 def _pairs(options: argparse.Namespace, stack: contextlib.ExitStack) -> Iterator[tuple[str, str, Store | None]]:

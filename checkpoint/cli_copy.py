@@ -112,7 +112,7 @@ def _round(
             report.steps.append(outcome)
             if options.follow and options.json:
                 print_json_line(msgspec.to_builtins(outcome))
-            elif not options.json:
+            elif not options.json and outcome.state != PRESENT:
                 print(_line(outcome), flush=True)
         report.tags += copier.tags_set
         for name in copier.tags_set if not options.json else ():

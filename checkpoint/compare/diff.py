@@ -4,6 +4,7 @@ Order: both steps are leased. The manifests tell which tensors exist, and which 
 the other parts are read (`reading`). So two equal steps cost their manifests alone.
 Invariant: a tensor is listed as equal only if all its bytes are. Tensors are compared as global tensors, so the number
 of ranks and the mesh do not matter. A tensor that belongs to one rank is compared with that of the same rank.
+Memory: the manifests of both steps, and what `reading` needs.
 Failure behaviour: `NotFoundError` for a missing run, step or tag. `CorruptionError` for a damaged chunk that had to be
 read. Nothing is written but the leases, which are deleted again.
 """
@@ -141,7 +142,8 @@ def diff(
         a (str): The first step: `RUN@STEP`, `RUN@latest` or `RUN@tag:NAME`.
         b (str): The second step.
         other (str | os.PathLike[str] | Store | None): The repository of the second step. Default: the same.
-        include (Callable[[str], bool] | None): Compares only tensors for whose name it returns True. Default: all.
+        include (Callable[[str], bool] | None): Compares only tensors and values for whose name it returns
+            True. Default: all.
         progress (Callable[[int, int], None] | None): A function of the bytes compared so far and of all that will be.
         storage_options (Mapping[str, Any] | None): Options of both stores, as for `open_store`. Default: None.
 
@@ -192,7 +194,7 @@ def compare_steps(
     progress: Callable[[int, int], None] | None = None,
 ) -> StepDiff:
     """Compare two open steps."""
-    result = StepDiff(name_a, name_b, values=changes(a.step, b.step))
+    result = StepDiff(name_a, name_b, values=changes(a.step, b.step, include))
     ours, theirs = tensors.tensors_of(a.step), tensors.tensors_of(b.step)
     if include is not None:
         ours, theirs = ({key: each for key, each in side.items() if include(key[0])} for side in (ours, theirs))

@@ -8,7 +8,7 @@ Failure behaviour: `CorruptionError` for a damaged document.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from headrace.checkpoint.repository.fetch import Step
@@ -43,15 +43,23 @@ class ValueChanges:
             self.listed.append(ValueChange(path[:500], rank, _text(a), _text(b)))
 
 
-def changes(a: Step, b: Step) -> ValueChanges:
-    """Compare the values of two steps, rank by rank. With different numbers of ranks, only those of rank 0."""
+def changes(a: Step, b: Step, include: Callable[[str], bool] | None = None) -> ValueChanges:
+    """Compare the values of two steps, rank by rank. With different numbers of ranks, only those of rank 0.
+
+    `include`: compares only values for whose path it returns True.
+    """
     found = ValueChanges()
     ranks = len(a.manifests) if len(a.manifests) == len(b.manifests) else 1
     for rank in range(ranks):
         ours, theirs = a.manifests[rank].tree, b.manifests[rank].tree
         if ours != theirs:
-            _compare(dict(_leaves(tree.decode(ours), "")), dict(_leaves(tree.decode(theirs), "")), rank, found)
+            _compare(_values(ours, include), _values(theirs, include), rank, found)
     return found
+
+
+def _values(document: bytes, include: Callable[[str], bool] | None) -> dict[str, object]:
+    leaves = _leaves(tree.decode(document), "")
+    return {path: value for path, value in leaves if include is None or include(path)}
 
 
 def _compare(ours: dict[str, object], theirs: dict[str, object], rank: int, found: ValueChanges) -> None:

@@ -43,11 +43,11 @@ _in_pack = declare("copy.in-pack", "a pack is partly copied: there is no such ob
 _pack_copied = declare("copy.pack", "one pack is copied: invisible, and the next copier uses it")
 
 
-class DamagedChunk(Exception):
+class DamagedChunk(CorruptionError):
     """A chunk of the source that is damaged in every copy. The caller reports which tensors need it."""
 
     def __init__(self, pack_key: str, chunk: Chunk) -> None:
-        super().__init__(pack_key, chunk)
+        super().__init__(f"{chunk.stored} bytes at offset {chunk.offset} of {pack_key} are damaged")
         self.pack_key, self.chunk = pack_key, chunk
 
 
@@ -264,7 +264,7 @@ def take_over(store: Store, attempt: str) -> dict[bytes, Stored]:
             for batch in fetch.batches(info.key, chunks):
                 for chunk, _ in read_checked(store, batch):
                     found[chunk.digest] = Stored(PackName(*parsed), chunk)
-        except (CorruptionError, UnsupportedError, DamagedChunk, NotFoundError) as error:
+        except (CorruptionError, UnsupportedError, NotFoundError) as error:
             _log.warning("%s is not used: %s", info.key, error)
             found = {each: place for each, place in found.items() if place.pack.key != info.key}
     return found

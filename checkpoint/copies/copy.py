@@ -217,6 +217,8 @@ class RunCopier:
         self._steps = StepCopier(route, self._index, workers=workers, life=life, clock=clock, report=self._report)
         self._step = 0
         self._done: dict[tuple[int, int], Base] = {}
+        self._removed = set[tuple[int, int]]()
+        self._is_loaded = False
         self.tags_set: list[str] = []
 
     def copy(self, selection: Selection) -> Iterator[StepCopy]:
@@ -224,12 +226,13 @@ class RunCopier:
         self.tags_set = []
         selected = self._select(selection)
         self._timelines.copy()  # after the selection, so that no step is copied before its timeline
-        new = [base for base in selected if (base.timeline, base.step) not in self._done]
+        new = [base for base in selected if (base.timeline, base.step) not in self._done.keys() | self._removed]
         states = list(many(self._state, new))
         if any(found is None and not is_removed for _, found, is_removed in states):
-            self._index.load(self.route.store, self.route.run, self._existing())
+            self._load_index()
         for base, found, is_removed in states:
             if is_removed:
+                self._removed.add((base.timeline, base.step))
                 yield self._outcome(base, REMOVED_HERE)
             elif found is not None:
                 require_same(self.route, base, found)
@@ -260,6 +263,12 @@ class RunCopier:
         found = repository.recognise(store, run, base.timeline, base.step)
         removed = found is None and commit.find_commit(store, names.commit(run, base.timeline, base.step)) is not None
         return base, found, removed
+
+    def _load_index(self) -> None:
+        """Index what the destination has, once. Steps that this object copies are indexed when they are committed."""
+        if not self._is_loaded:
+            self._index.load(self.route.store, self.route.run, self._existing())
+            self._is_loaded = True
 
     def _existing(self) -> Iterator[Base]:
         """The steps of the run at the destination, newest first."""

@@ -5,7 +5,8 @@ its bytes are what removing the step would free, apart from packs that stay beca
 part of a tensor's name, such as "model" or "optimizer". If one chunk holds tensors of several groups, each group counts
 its share.
 Cost: all manifests are read once, a few at a time. Memory: `BYTES_PER_CHUNK` bytes for each distinct chunk (1 TB in
-chunks of 4 MiB: 8 MB), and the manifests of one rank. Chunks are told apart by 64 bits of their digests. So among a
+chunks of 4 MiB: 10 MB; twice that with groups), the chunks of one step, and a few manifests.
+Chunks are told apart by 64 bits of their digests. So among a
 billion chunks, two are confused with a probability of 3 %.
 Failure behaviour: `NotFoundError` if there is no repository or no such run. Damaged steps are left out; `survey` reports
 them.
@@ -29,7 +30,8 @@ from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.store.base import Store
 
-BYTES_PER_CHUNK = 32
+BYTES_PER_CHUNK = 40
+"""A key, an owner and a size, of which an addition makes a second copy."""
 OTHER_GROUP = "(other)"
 MOST_GROUPS = 1000
 """The maximum number of groups. The tensors of the others are counted as `OTHER_GROUP`."""

@@ -6,7 +6,7 @@ import doctest
 
 import pytest
 
-from headrace.checkpoint import RNG, Checkpointer, export, import_checkpoint, read
+from headrace.checkpoint import RNG, Checkpointer, copy, diff, export, import_checkpoint, read
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 
 
@@ -17,6 +17,8 @@ from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
         Checkpointer.save,
         Checkpointer.restore,
         read,
+        copy,
+        diff,
         export,
         import_checkpoint,
         RNG,
@@ -28,6 +30,7 @@ from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_the_example_of_a_docstring_runs(shown: object) -> None:
     known: dict[str, object] = {"Checkpointer": Checkpointer, "read": read, "RNG": RNG}
+    known.update(copy=copy, diff=diff)
     known.update(RepositoryReader=RepositoryReader, RepositoryWriter=RepositoryWriter)
     (found,) = doctest.DocTestFinder(recurse=False).find(shown, "example", globs=known)
     assert found.examples

@@ -18,10 +18,11 @@ from headrace.checkpoint.format.manifest import DELTAS
 from headrace.checkpoint.repository import check, collect
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import open_step
-from headrace.dataio.core.errors import CapacityError, CorruptionError
+from headrace.dataio.core.errors import AccessDeniedError, CapacityError, CorruptionError
 from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.faulty_stores import Late
 from headrace.dataio.testing.system import ManualClock
 from tests.golden import make as golden
 from tests.support.checkpoint_states import RUN, Wrapped, flip, latest, load
@@ -30,8 +31,9 @@ from tests.support.copied_runs import assert_copied, filled
 GOLDEN = Path(golden.__file__).parent
 
 
-def test_a_damaged_chunk_is_named_and_its_step_is_not_committed(tmp_path: Path) -> None:
-    with open_store(str(tmp_path / "one")) as source, open_store(str(tmp_path / "two")) as store:
+@pytest.mark.parametrize("store_url", ["posix", pytest.param("s3", marks=pytest.mark.s3)], indirect=True)
+def test_a_damaged_chunk_is_named_and_its_step_is_not_committed(tmp_path: Path, store_url: str) -> None:
+    with open_store(str(tmp_path / "one")) as source, open_store(store_url) as store:
         bases = filled(source)
         (pack,) = source.list(names.packs(bases[1].attempt))
         flip(tmp_path / "one" / pack.key, 200 * KIB // 2)
@@ -198,6 +200,43 @@ def test_a_job_that_committed_in_groups_is_copied_in_groups(tmp_path: Path) -> N
                 assert list(store.list(key))
                 assert load(source, one, run=run) == load(store, other, run=run)
         assert check.check(store).clean
+
+
+def test_every_request_of_a_copy_may_be_applied_once_more_at_its_end(tmp_path: Path) -> None:
+    """From the last to the first, so that the earliest body of each object is the last."""
+    with open_store(str(tmp_path / "one")) as source, open_store(str(tmp_path / "two")) as inner:
+        store = Late(inner)
+        filled(source, 4)
+        copy(source, store, run=RUN, tags=True)
+        removed = next(base for base in repository.visible(store, RUN) if base.step == 1)
+        assert collect.collect(store, [removed.of(RUN)]).tombstones
+        requests = list(store.writes)
+        for request in reversed(requests):
+            store.land(request)
+        found = list(repository.visible(store, RUN))
+        assert [base.step for base in found] == [4, 3, 2]
+        for _ in range(2):
+            collect.collect(store, ())
+        assert check.check(store).clean
+        theirs = [load(store, base) for base in found]
+        assert theirs == [load(source, base) for base in repository.visible(source, RUN) if base.step > 1]
+
+
+def test_a_source_that_may_not_be_written_to_is_copied_without_a_lease(tmp_path: Path) -> None:
+    with open_store(str(tmp_path / "one")) as source, open_store(str(tmp_path / "two")) as store:
+        filled(source)
+        assert {each.state for each in copy(ReadOnly(source), store, run=RUN).steps} == {COPIED}
+        assert_copied(source, store)
+
+
+class ReadOnly(Wrapped):
+    """A source without write access."""
+
+    def put(self, key: str, data: Buffer) -> None:
+        raise AccessDeniedError(f"{key} may not be written")
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        raise AccessDeniedError(f"{key} may not be written")
 
 
 def test_one_worker_runs_in_the_thread_of_the_caller() -> None:

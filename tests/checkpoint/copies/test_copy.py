@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from headrace.checkpoint.copies.copy import (
     REMOVED_HERE,
     RunCopier,
     Selection,
+    StepCopy,
     copy,
     run_copiers,
 )
@@ -24,7 +26,7 @@ from headrace.checkpoint.repository import check, collect, commit, tags, timelin
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.repository.retention import Keep
-from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
+from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
 from headrace.dataio.store.base import Location, Store
 from headrace.dataio.store.open import open_store
 from tests.support.checkpoint_states import RUN, begin, latest, load, make, save, tiny_state
@@ -244,6 +246,41 @@ def test_the_command_prints_a_line_for_each_step(tmp_path: Path, capsys: pytest.
     for wrong in (["--steps", "1"], ["--as", "x"], ["--run", RUN, "--steps", "a"], ["--follow", "9y"]):
         with pytest.raises(UsageError):
             ckpt(["copy", one, two, *wrong])
+
+
+def test_following_copies_what_is_new_until_it_is_interrupted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    with open_store(one) as store:
+        bases, slept = filled(store, 2), list[float]()
+
+        def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 3:
+                raise KeyboardInterrupt
+            if len(slept) == 2:
+                raise_once.append(True)
+            bases.append(save(store, make(store, tiny_state(9), step=len(bases) + 1, bases=(bases[-1],))))
+
+        raise_once = list[bool]()
+        rounds = RunCopier.copy
+
+        def sometimes(self: RunCopier, selection: Selection) -> Iterator[StepCopy]:
+            if raise_once and raise_once.pop():
+                raise TransientError("the store cannot be reached")
+            return rounds(self, selection)
+
+        monkeypatch.setattr("headrace.checkpoint.cli_copy.time.sleep", sleep)
+        monkeypatch.setattr(RunCopier, "copy", sometimes)
+        with pytest.raises(KeyboardInterrupt):
+            ckpt(["copy", one, two, "--run", RUN, "--follow", "2m"])
+        assert slept == [120.0] * 3
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split(":")[0].split()[-1] for line in lines] == ["1", "2", "3"]
+        assert ckpt(["copy", one, two, "--run", RUN]) == 0
+        with open_store(two) as copied:
+            assert_copied(store, copied)
 
 
 def test_arguments_that_do_not_fit_are_refused(source: MemoryStore, store: MemoryStore) -> None:
