@@ -247,10 +247,12 @@ class Saver:
         urgent: bool,
         name: Name | None,
     ) -> tuple[Handle, Copying | SlicedState]:
-        prepared = with_artifacts(self._planner.prepare(flat, self._ranks), extras.artifacts)
+        prepared = self._planner.prepare(flat, self._ranks)
         handle = Handle(step, ticket.attempt)
         handle.diverged = self._compare_replicas(step, prepared)
-        if name is not None:  # after all collective calls, because it may fail on this rank alone
+        # the next two come after all collective calls, because they may fail on this rank alone
+        prepared = with_artifacts(prepared, extras.artifacts)
+        if name is not None:
             name.prepare(Base(ticket.timeline, step, ticket.attempt))
         # an urgent save gets its own memory instead of waiting for an earlier save to release the arena
         staging = Staging(self.staging.limit) if urgent and self.staging.busy else self.staging
