@@ -469,7 +469,7 @@ class Checkpointer:
         `headrace.checkpoint.Subscriber` follows the name. Rank 0 publishes; on the other ranks nothing happens.
 
         Args:
-            name (str): The name: letters, digits, dots, dashes and underscores, at most 100.
+            name (str): The name: letters, digits, dots, dashes and underscores, at most 80.
             step (int | str | Handle): A step's number, "latest", or the handle of a save, whose commit is awaited.
                 Default: "latest".
             include (str | Iterable[str]): Patterns on paths, as in `restore`. Default: "model/*". If all paths have the
@@ -536,7 +536,7 @@ class Checkpointer:
             timeout (float | None): Limit of the wait in seconds. Default: None, the checkpointer's `timeout`.
 
         Raises:
-            DeadlineError: A save is still in flight.
+            DeadlineError: A save is still in flight, or a version is not published yet.
             HeadraceError: A save failed and no handle has raised its error.
         """
         if self._closed or os.getpid() != self._pid:
@@ -545,7 +545,7 @@ class Checkpointer:
         try:
             self._saves.wait_for_all(self._wait if timeout is None else timeout)
             if self._publisher is not None:
-                self._publisher.close()
+                self._publisher.close(self._wait if timeout is None else timeout)
             if self._retention is not None:
                 self._retention.wait(self._wait if timeout is None else timeout)
             self._saves.raise_unfetched()
@@ -553,7 +553,7 @@ class Checkpointer:
             self._saver.close()
             self._executor.close()
             self._lineage.close()
-            if self._owns_store and self._saves.all_done:
+            if self._owns_store and self._saves.all_done and (self._publisher is None or self._publisher.is_idle):
                 self._store.close()
             self._saver.join()
 

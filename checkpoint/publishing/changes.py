@@ -7,6 +7,7 @@ Failure behaviour: `CorruptionError` if a block does not have the digest of the 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from headrace.checkpoint import sharding
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.publishing.difference import Bytes, Change, decode
 from headrace.checkpoint.publishing.records import Published
 from headrace.checkpoint.publishing.source import Choice, PublishedTensor, published_tensors
-from headrace.checkpoint.publishing.targets import Target
+from headrace.checkpoint.publishing.targets import I64, Target
 from headrace.checkpoint.publishing.updates import Update, UpdateRow
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES, TensorBlocks, Weights
 from headrace.checkpoint.restoring import chunk_reader
@@ -38,22 +40,18 @@ class OtherContentError(CorruptionError):
 
 
 class _Write(msgspec.Struct, frozen=True):
-    """New elements of a target: `values` for the local elements `positions`, or from element `start` on."""
+    """New elements of a target.
+
+    `where`: their positions in the local part, a range of them, or slices of each dimension (`Target.grid`).
+    """
 
     target: Target
     values: torch.Tensor
-    positions: torch.Tensor | None = None
-    start: int = 0
-    xor: bool = False
+    where: torch.Tensor | slice | tuple[slice, ...]
 
     def run(self) -> None:
-        flat = self.target.flat()
-        if self.positions is None:
-            flat[self.start : self.start + len(self.values)].copy_(self.values)
-        elif self.xor:
-            flat[self.positions] = flat[self.positions] ^ self.values
-        else:
-            flat[self.positions] = self.values
+        memory = self.target.grid() if isinstance(self.where, tuple) else self.target.flat()
+        memory[self.where] = self.values
 
 
 class PreparedChanges:
@@ -63,16 +61,12 @@ class PreparedChanges:
         self._writes: list[_Write] = []
         self._at_once = at_once
 
-    def add(
-        self, target: Target, values: npt.NDArray[Any], positions: Any = None, start: int = 0, xor: bool = False
-    ) -> None:
+    def add(self, target: Target, values: npt.NDArray[Any], where: I64 | slice | tuple[slice, ...]) -> None:
         """Add new elements of a target. They are moved to its device now, so that `commit` need not wait for it."""
-        device = target.local.device
+        device, dtype = target.local.device, target.flat().dtype
         moved = torch.from_numpy(values).to(device)
-        if moved.dtype != target.flat().dtype:
-            moved = moved.view(target.flat().dtype)
-        at = None if positions is None else torch.from_numpy(positions).to(device)
-        self._writes.append(_Write(target, moved, at, start, xor))
+        at = torch.from_numpy(where).to(device) if isinstance(where, np.ndarray) else where
+        self._writes.append(_Write(target, moved if moved.dtype == dtype else moved.view(dtype), at))
         if self._at_once:
             self.commit()
             self._writes.clear()
@@ -102,8 +96,7 @@ def from_updates(chain: Chain, targets: Mapping[str, Target]) -> PreparedChanges
         if target.is_whole:
             _add_whole_block(prepared, target, block, several)
         else:
-            for change in several:
-                _add_part(prepared, target, block, change)
+            _add_changed_part(prepared, target, block, several)
     return prepared
 
 
@@ -133,20 +126,42 @@ def _add_whole_block(prepared: PreparedChanges, target: Target, block: int, chan
         prepared.add(target, new.view(unit)[positions], positions + first)
 
 
-def _add_part(prepared: PreparedChanges, target: Target, block: int, change: Change) -> None:
-    """Add the elements of a change that this process holds."""
+def _add_changed_part(prepared: PreparedChanges, target: Target, block: int, changes: Iterable[Change]) -> None:
+    """Add the elements of the changes that this process holds.
+
+    New values are added, not differences: tensors may share memory, and a difference must not be applied twice.
+    """
+    form = target.form
+    replaced, block_bytes = False, np.zeros(form.size_of(block), np.uint8)
+    for change in changes:
+        replaced = replaced or (change.positions is None and not change.xor)
+        change.apply(block_bytes, form.item)
+    if replaced:
+        _add_part(prepared, target, block, block_bytes)
+        return
+    unit = _INTEGERS[min(form.item, 8)]
+    differences = block_bytes.view(unit)
+    positions = np.flatnonzero(differences)
+    first = block * BLOCK_BYTES // np.dtype(unit).itemsize
+    inside, local = target.local_positions(positions + first, form.item // np.dtype(unit).itemsize)
+    if len(inside):
+        prepared.add(target, target.read_integers(local).view(unit) ^ differences[positions[inside]], local)
+
+
+def _add_part(prepared: PreparedChanges, target: Target, block: int, data: Bytes) -> None:
+    """Add the elements of a block that this process holds."""
     item = min(target.form.item, 8)  # an element of 16 bytes counts as two
-    values: npt.NDArray[Any] = change.values.view(_INTEGERS[item])
+    values: npt.NDArray[Any] = data.view(_INTEGERS[item])
     first = block * BLOCK_BYTES // item
-    if change.positions is None and not change.xor and (start := target.run_start(item)) is not None:
+    if (start := target.run_start(item)) is not None:
         low, high = max(first, start), min(first + len(values), start + target.flat().numel())
         if low < high:
-            prepared.add(target, values[low - first : high - first], start=low - start)
+            prepared.add(target, values[low - first : high - first], slice(low - start, high - start))
         return
-    positions = np.arange(len(values)) if change.positions is None else change.positions
-    inside, local = target.local_positions(positions + first, target.form.item // item)
-    if len(inside):
-        prepared.add(target, values[inside], local, xor=change.positions is not None or change.xor)
+    per_element = target.form.item // item
+    for at, extent, from_, to in sharding.overlap_blocks(target.form.box, target.box, per_element, first, len(values)):
+        part = values[at : at + math.prod(extent)].reshape(extent)[from_]
+        prepared.add(target, np.ascontiguousarray(part), to)
 
 
 def _verify(form: TensorBlocks, block: int, data: Bytes) -> None:
@@ -182,7 +197,7 @@ def from_step(
                 raise CorruptionError(f"step {record.step} of run {record.run} has no tensor {name!r:.200}")
             for block, data in _read(tensors[name], held):
                 _verify(target.form, block, data)
-                _add_part(prepared, target, block, Change(data))
+                _add_part(prepared, target, block, data)
     return prepared
 
 

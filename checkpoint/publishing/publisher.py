@@ -5,14 +5,16 @@ table of their blocks, the update, and last the record, which makes the version 
 
 Invariants:
 
-- A record names a committed step. A tag keeps the step from the time before the record is written.
-- The update leads from the version before to this one, block by block.
-- Memory: one piece of a tensor of each version and a few blocks, and the weights of the newest version if `Held` keeps
-  them.
+- A record names a committed step. A tag keeps the step from the time before the record is written. A lease keeps it until
+  after that.
+- The update leads from the version before to this one, block by block. An old block that does not have its digest is not
+  used.
+- Memory: two pieces of a tensor of each version and a few blocks. If `Held` keeps the weights, also those of the newest
+  version, and meanwhile those of the next one.
 
 Failure behaviour: `ConflictError` if another process published the next version first, or if the name belongs to
 another run. A publisher that dies leaves the version before. A version before that cannot be read makes a version without an
-update.
+update. A publication that fails leaves no tag, unless it is unknown whether its record was written.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base, this_process
 from headrace.checkpoint.publishing import records
 from headrace.checkpoint.publishing.difference import WHOLE, Bytes, encode
-from headrace.checkpoint.publishing.records import Published
+from headrace.checkpoint.publishing.records import Published, Stored
 from headrace.checkpoint.publishing.source import Choice, PublishedTensor, blocks_of, published_tensors
 from headrace.checkpoint.publishing.updates import EncodedBlock, store_update
 from headrace.checkpoint.publishing.weights import TensorBlocks, Weights, load_weights, store_weights
@@ -37,7 +39,7 @@ from headrace.checkpoint.restoring.saved_step import SavedStep
 from headrace.checkpoint.state.tensors import name_of
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
-from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError
+from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError, UsageError
 from headrace.dataio.core.limits import GIB
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
@@ -92,7 +94,7 @@ def publish(
 
     Args:
         store: the repository.
-        name: letters, digits, dots, dashes and underscores, at most 100.
+        name: letters, digits, dots, dashes and underscores, at most 80.
         run: the run of the step.
         base: the step.
         choice: the tensors, and the dtype in which they are published.
@@ -115,51 +117,91 @@ def publish(
             f"{name} is published from run {before.run}, not from {run}", hint="give move=True to publish another run"
         )
     number = before.number + 1 if before else 1
+    records.key_of(name, number)
     tag = records.tag_of(name, number, names.new_id(clock))
-    tags.tag(store, tag, run, base, clock=clock)
-    _after_tag()
     with ExitStack() as stack:
-        step = SavedStep(store, stack.enter_context(chunk_reader.LeasedStep(store, run, base, clock)), 0)
-        prefix, tensors = published_tensors(step, choice)
-        old = stack.enter_context(_OldVersion(store, before, held, clock)) if before else None
-        comparison = _Comparison(tensors, old, held)
-        update = None
-        if old:
-            update = store_update(store, name, comparison.changes(), clock)
-        else:
-            comparison.only_digests()
-        weights = store_weights(store, name, comparison.weights())
-    if update is not None and comparison.stored_bytes > _WORTH * comparison.changed_bytes:
-        store.delete_many([f"{records.folder(name)}{update.key}"])
-        update = None
-    _after_update()
-    record = Published(
-        name=name,
-        number=number,
-        run=run,
-        timeline=base.timeline,
-        step=base.step,
-        attempt=base.attempt,
-        tag=tag,
-        include=choice.include,
-        exclude=choice.exclude,
-        prefix=prefix,
-        dtype=choice.dtype,
-        bytes=comparison.nbytes,
-        weights=weights,
-        update=update,
-        parent=before.number if before and update else 0,
-        created=clock.time(),
-        process=this_process(),
+        with _tag_removed_after_an_error(store, tag):
+            tags.tag(store, tag, run, base, clock=clock)
+            _after_tag()
+            step = SavedStep(store, stack.enter_context(chunk_reader.LeasedStep(store, run, base, clock)), 0)
+            prefix, tensors = published_tensors(step, choice)
+            comparison, update = _compared(store, name, tensors, before, held, clock)
+            weights = store_weights(store, name, comparison.weights(), clock)
+            _after_update()
+            record = Published(
+                name=name,
+                number=number,
+                run=run,
+                timeline=base.timeline,
+                step=base.step,
+                attempt=base.attempt,
+                tag=tag,
+                include=choice.include,
+                exclude=choice.exclude,
+                prefix=prefix,
+                dtype=choice.dtype,
+                bytes=comparison.nbytes,
+                weights=weights,
+                update=update,
+                parent=before.number if before and update else 0,
+                parent_weights=before.weights.digest if before and update else "",
+                created=clock.time(),
+                process=this_process(),
+            )
+        written = records.write(store, record)  # an error may leave a record, which needs the tag
+    if written:
+        _after_record()
+        held.keep(record, comparison.kept)
+        if _delete_old(store, record) < number + records.KEPT_VERSIONS:
+            return record  # otherwise the record of this number had been deleted, and no subscriber reads this one
+    else:
+        _delete_tag(store, tag)
+    raise ConflictError(
+        f"another process published version {number} of {name} first", hint="publish again for the next version"
     )
-    if not records.write(store, record):
-        raise ConflictError(
-            f"another process published version {number} of {name} first", hint="publish again for the next version"
-        )
-    _after_record()
-    held.keep(record, comparison.kept)
-    _delete_old(store, record, clock)
-    return record
+
+
+@contextmanager
+def _tag_removed_after_an_error(store: Store, tag: str) -> Iterator[None]:
+    """Delete the tag if the block raises. Otherwise a program whose publications all fail would keep all its steps."""
+    try:
+        yield
+    except Exception:
+        _delete_tag(store, tag)
+        raise
+
+
+def _delete_tag(store: Store, tag: str) -> None:
+    """Delete a tag, which no other process moves. If that fails, the next publisher deletes it."""
+    with suppress(HeadraceError):
+        store.delete_many([tag_records.key_of(tag)])
+
+
+def _compared(
+    store: Store,
+    name: str,
+    tensors: list[PublishedTensor],
+    before: Published | None,
+    held: Held,
+    clock: Clock,
+) -> tuple[_Comparison, Stored | None]:
+    """Compare with the version before, and store the update. Without one if that version cannot be read."""
+    if before is not None:
+        try:
+            with _OldVersion(store, before, held, clock) as old:
+                comparison = _Comparison(tensors, old, held)
+                update = store_update(store, name, comparison.changes(), clock)
+            if comparison.stored_bytes <= _WORTH * comparison.changed_bytes:
+                return comparison, update
+            store.delete_many([f"{records.folder(name)}{update.key}"])
+            return comparison, None
+        except (UsageError, CorruptionError) as error:
+            _log.warning(
+                "version %s of %s cannot be read, so the next version has no update: %s", before.number, name, error
+            )
+    comparison = _Comparison(tensors, None, held)
+    comparison.only_digests()
+    return comparison, None
 
 
 class _OldVersion:
@@ -171,25 +213,16 @@ class _OldVersion:
         self._tensors: dict[str, PublishedTensor] = {}
         self.weights = Weights(())
 
-    def __enter__(self) -> _OldVersion | None:
-        """Open the version. None if it cannot be read: the new version then has no update."""
+    def __enter__(self) -> _OldVersion:
         record = self._record
-        try:
+        with ExitStack() as stack:
             self.weights = load_weights(self._store, record)
             if not self._held:
                 leased = chunk_reader.LeasedStep(self._store, record.run, record.base, self._clock)
-                step = SavedStep(self._store, self._stack.enter_context(leased), 0)
+                step = SavedStep(self._store, stack.enter_context(leased), 0)
                 choice = Choice(record.include, record.exclude, record.dtype)
                 self._tensors = {tensor.name: tensor for tensor in published_tensors(step, choice)[1]}
-        except (NotFoundError, CorruptionError) as error:
-            self._stack.close()
-            _log.warning(
-                "version %s of %s cannot be read, so the next version has no update: %s",
-                record.number,
-                record.name,
-                error,
-            )
-            return None
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -199,6 +232,9 @@ class _OldVersion:
         """The blocks of these tensors, one after the other."""
         if self._held:
             return (block for name in names for block in self._held.get(name, ()))
+        missing = [name for name in names if name not in self._tensors]
+        if missing:
+            raise CorruptionError(f"step {self._record.step} has no tensor {missing[0]!r:.200}")
         return (block for _, block in blocks_of([self._tensors[name] for name in names]))
 
 
@@ -270,7 +306,9 @@ def _compare(new: Bytes, old: Bytes | None, old_digest: bytes, item: int) -> _Co
     digest_ = digest(new.data)
     if digest_ == old_digest:
         return digest_, None
-    how, data = (WHOLE, new.tobytes()) if old is None else encode(new, old, item)
+    if old is None or digest(old.data) != old_digest:
+        return digest_, (WHOLE, new.tobytes(), len(new))
+    how, data = encode(new, old, item)
     return digest_, (how, data, len(new))
 
 
@@ -289,25 +327,36 @@ def _in_threads(
             yield number, block, future.result()
 
 
-def _delete_old(store: Store, newest: Published, clock: Clock) -> None:
-    """Delete what old versions need no more. A failure is logged: the next publisher tries again."""
+def _needed(record: Published) -> set[str]:
+    """The tag of a version, and the keys of its objects."""
+    return {record.tag} | {record.key_of(one) for one in (record.weights, record.update) if one is not None}
+
+
+def _delete_old(store: Store, newest: Published) -> int:
+    """Delete what old versions need no more. Return the number of the newest version in the store.
+
+    A failure is logged: the next publisher tries again.
+    Orphans are older than the record of `newest` by `ORPHAN_SECONDS`, by the store's clock. So they do not belong to a
+    publisher that may still win: it began after that record.
+    """
     try:
         numbered, others = records.listed(store, newest.name)
         keys = [info.key for number, info in numbered.items() if number <= newest.number - records.KEPT_VERSIONS]
-        kept = set[str]()
+        kept = _needed(newest)
         for number in numbered:
             if number > newest.number - records.KEPT_VERSIONS:
                 with suppress(NotFoundError, CorruptionError):
-                    record = records.read_record(store, newest.name, number)
-                    kept |= {record.tag} | {
-                        record.key_of(one) for one in (record.weights, record.update) if one is not None
-                    }
-        orphaned = clock.time() - records.ORPHAN_SECONDS
+                    kept |= _needed(records.read_record(store, newest.name, number))
+        if newest.number not in numbered:
+            return max(numbered, default=0)
+        orphaned = numbered[newest.number].modified - records.ORPHAN_SECONDS
         keys += [info.key for info in others if info.key not in kept and info.modified < orphaned]
         for tag in tag_records.listed(store):
             of_tag = records.number_of_tag(newest.name, tag)
             if of_tag is not None and (of_tag < newest.number - 1 or (of_tag <= newest.number and tag not in kept)):
                 keys.append(tag_records.key_of(tag))  # no other process moves this tag
         store.delete_many(keys)
+        return max(numbered)
     except HeadraceError as error:
         _log.warning("old versions of %s could not be deleted: %s", newest.name, error)
+        return newest.number

@@ -1,23 +1,30 @@
 """The records of published names: numbered documents, of which the newest is the version.
 
     published/<name>/<number>.json       a version, from 1 on
-    published/<name>/weights-<digest>    the table of its tensors (`weights`)
+    published/<name>/weights-<id>        the table of its tensors (`weights`)
     published/<name>/update-<id>         the differences from the version before (`updates`)
 
-Invariant: a record is written with `put_if_absent` and never changed. Its number is one more than that of the newest
-record that its publisher saw. So a name moves from one version to the next, and late requests move it nowhere.
-Failure behaviour: `NotFoundError` for a name without a version. `UsageError` for an invalid name.
+Invariants:
+
+- A record is written with `put_if_absent` and never changed. Its number is one more than that of the newest record that
+  its publisher saw. So a name moves from one version to the next, and late requests move it nowhere.
+- No two versions share an object, and no key is written again after it was deleted. So a late deletion harms no version.
+
+Failure behaviour: `NotFoundError` for a name without a version. `UsageError` for an invalid name. `CorruptionError` for a
+record whose values cannot be true.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import takewhile
 from typing import ClassVar
 
 import msgspec
 
 from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import ITEM_BYTES, MAX_TENSOR_BYTES
 from headrace.checkpoint.format.documents import Base, Document, ProcessName, encode, read
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UsageError
 from headrace.dataio.store.base import ObjectInfo, Store
@@ -30,7 +37,11 @@ KEPT_VERSIONS = 32
 ORPHAN_SECONDS = 24 * 3600.0
 """The age at which an object that no record names is deleted."""
 _LOOKS = 10
-_NAME_LIMIT = 100
+_NAME_LIMIT = 80
+"""With a prefix, a number and an id, the name is that of a tag, which has at most 128 characters."""
+_NUMBER_LIMIT = 10**9
+_MAX_PATTERNS = 1000
+_STORED = re.compile(r"(weights|update)-[0-9A-Za-z]{1,64}", re.ASCII)
 _TAG = re.compile(r"(\d{9})\.[0-9A-Z]{26}", re.ASCII)
 _RECORD = re.compile(r"(\d{9})\.json", re.ASCII)
 
@@ -57,6 +68,7 @@ class Published(Document, frozen=True, kw_only=True):
     * `dtype`: the dtype to which floating-point tensors are converted; "" keeps each tensor's own.
     * `bytes`: bytes of all published tensors.
     * `weights`: the table of the tensors. `update`: the differences from version `parent`; None if there are none.
+    * `parent_weights`: the digest of the parent's table; "" without an update.
     """
 
     newest: ClassVar[int] = 1
@@ -75,6 +87,7 @@ class Published(Document, frozen=True, kw_only=True):
     weights: Stored
     update: Stored | None
     parent: int
+    parent_weights: str
     created: float
     process: ProcessName
 
@@ -87,6 +100,11 @@ class Published(Document, frozen=True, kw_only=True):
         return f"{folder(self.name)}{stored.key}"
 
 
+def is_float(dtype: str) -> bool:
+    """Whether weights can be converted to this type. PyTorch does not convert to types that pack two elements."""
+    return dtype in ITEM_BYTES and "float" in dtype and not dtype.endswith("_x2")
+
+
 def folder(name: str) -> str:
     """The common prefix of all objects of a name; `UsageError` for an invalid name."""
     names.check_run(name, "published name")
@@ -97,6 +115,10 @@ def folder(name: str) -> str:
 
 def key_of(name: str, number: int) -> str:
     """The key of the record of this version."""
+    if number >= _NUMBER_LIMIT:
+        raise UsageError(
+            f"{name} has {_NUMBER_LIMIT - 1} versions, the most that a name can have", hint="choose another name"
+        )
     return f"{folder(name)}{number:09d}.json"
 
 
@@ -129,14 +151,21 @@ def listed(store: Store, name: str) -> tuple[dict[int, ObjectInfo], list[ObjectI
     return numbered, others
 
 
-def find(store: Store, name: str) -> Published | None:
-    """The newest version of a name; None if it has none."""
+def newest_number(store: Store, name: str) -> int | None:
+    """The number of the newest version; None if there is none. Other objects of the name are not listed."""
+    prefix = folder(name)
+    first = takewhile(lambda key: key[:1] <= "9", (info.key[len(prefix) :] for info in store.list(prefix)))
+    return max((int(match[1]) for key in first if (match := _RECORD.fullmatch(key))), default=None)
+
+
+def find(store: Store, name: str, known: int | None = None) -> Published | None:
+    """The newest version of a name. None if it has none, or if it is version `known`, which is not read again."""
     for _ in range(_LOOKS):
-        numbered, _ = listed(store, name)
-        if not numbered:
+        number = newest_number(store, name)
+        if number is None or number == known:
             return None
         try:
-            return read_record(store, name, max(numbered))
+            return read_record(store, name, number)
         except NotFoundError:  # the publisher of a newer version deleted it
             continue
     raise TransientError(f"other processes keep publishing {name}", hint="try again")
@@ -155,13 +184,23 @@ def read_record(store: Store, name: str, number: int) -> Published:
     """The record of one version."""
     key = key_of(name, number)
     record = read(store, key, Published)
-    stored = [one for one in (record.weights, record.update) if one is not None]
-    fits = all(
-        re.fullmatch(r"(weights|update)-[0-9A-Za-z]{1,64}", one.key) and 0 <= one.table <= one.size for one in stored
-    )
-    if (record.name, record.number) != (name, number) or not fits or not names.is_run(record.run):
-        raise CorruptionError(f"{key} contradicts its own key", hint="publish again")
+    if (record.name, record.number) != (name, number) or not _is_valid(record):
+        raise CorruptionError(f"{key} contradicts its own key, or has impossible values", hint="publish again")
     return record
+
+
+def _is_valid(record: Published) -> bool:
+    stored = [one for one in (record.weights, record.update) if one is not None]
+    return (
+        names.is_run(record.run)
+        and names.is_id(record.attempt)
+        and 0 <= record.step < names.STEP_LIMIT
+        and 0 <= record.parent < record.number
+        and (not record.dtype or is_float(record.dtype))
+        and max(len(record.include), len(record.exclude)) <= _MAX_PATTERNS
+        and all((*record.include, *record.exclude))
+        and all(_STORED.fullmatch(one.key) and 0 <= one.table <= one.size <= MAX_TENSOR_BYTES for one in stored)
+    )
 
 
 def write(store: Store, record: Published) -> bool:

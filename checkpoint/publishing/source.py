@@ -2,8 +2,8 @@
 
 Purpose: `PublishedTensors` selects the tensors of a committed step, converts them, and yields their blocks. A publisher
 reads the new and the old version by it, and a subscriber the blocks that no update holds.
-Invariant: a block depends only on the step, the selection and the dtype. At most `PIECE_BYTES` of a tensor, or one row
-of it, are in memory for each reader.
+Invariant: a block depends only on the step, the selection and the dtype. At most two pieces of `PIECE_BYTES` are in memory
+for each reader.
 Failure behaviour: `UsageError` if nothing is selected. Errors of the step are raised unchanged.
 """
 
@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from headrace.checkpoint import sharding
 from headrace.checkpoint.publishing.difference import Bytes
+from headrace.checkpoint.publishing.records import is_float
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES
 from headrace.checkpoint.restoring.saved_step import LazyTensor, SavedStep
 from headrace.checkpoint.state.fit import Selection
@@ -60,32 +62,31 @@ class PublishedTensor:
         return (data for _, data in blocks_of([self]))
 
     def read_blocks(self, numbers: Sequence[int]) -> Iterator[tuple[int, Bytes]]:
-        """These blocks, in ascending order. Only the rows that hold them are read."""
-        rows, row_bytes = self._rows()
-        if not rows:
-            wanted = set(numbers)
-            yield from ((n, block) for n, block in enumerate(self.blocks()) if n in wanted)
-            return
-        for number in numbers:
-            start, end = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, self.nbytes)
-            first, last = start // row_bytes, -(-end // row_bytes)
-            data = _bytes_of(self.lazy[first:last], self.dtype)
-            yield number, data[start - first * row_bytes : end - first * row_bytes]
-
-    def _rows(self) -> tuple[int, int]:
-        """Number of rows and bytes of one; (0, 0) if the tensor has no rows."""
-        shape = self.lazy.shape
-        return (shape[0], math.prod(shape[1:]) * self.dtype.itemsize) if len(shape) and self.nbytes else (0, 0)
+        """These blocks, in ascending order. Blocks that follow one another are read together."""
+        for first, count in _runs(numbers):
+            start, end = first * BLOCK_BYTES, min((first + count) * BLOCK_BYTES, self.nbytes)
+            data = self._read(start // self.dtype.itemsize, end // self.dtype.itemsize)
+            yield from ((first + n, data[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES]) for n in range(count))
 
     def pieces(self) -> Iterator[Bytes]:
-        """All bytes, in runs of about `PIECE_BYTES`."""
-        rows, row_bytes = self._rows()
-        if not rows:
-            yield _bytes_of(self.lazy.read(), self.dtype)
-            return
-        step = max(1, PIECE_BYTES // row_bytes)
-        for first in range(0, rows, step):
-            yield _bytes_of(self.lazy[first : min(first + step, rows)], self.dtype)
+        """All bytes, in runs of at most `PIECE_BYTES`, which are whole rows if rows are shorter than that."""
+        elements, row = math.prod(self.lazy.shape), math.prod(self.lazy.shape[1:])
+        most = PIECE_BYTES // self.dtype.itemsize
+        step = most // row * row if 0 < row <= most else most
+        for first in range(0, elements, step):
+            yield self._read(first, min(first + step, elements))
+
+    def _read(self, first: int, last: int) -> Bytes:
+        """The bytes of these elements: part of a row, whole rows, and part of a row."""
+        shape = tuple(self.lazy.shape)
+        if not shape:
+            return _bytes_of(self.lazy.read(), self.dtype)
+        boxes = sharding.run_parts(shape, first, last)
+        parts = [
+            _bytes_of(self.lazy[tuple(slice(a, a + n) for a, n in zip(at, size, strict=True))], self.dtype)
+            for at, size in boxes
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def blocks_of(tensors: Sequence[PublishedTensor]) -> Iterator[tuple[int, Bytes]]:
@@ -102,6 +103,20 @@ def blocks_of(tensors: Sequence[PublishedTensor]) -> Iterator[tuple[int, Bytes]]
         rest = data[whole:]
     if len(rest):
         yield current, rest
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Divide block numbers into runs of blocks that follow one another: the first number and how many there are."""
+    first, count = 0, 0
+    for number in numbers:
+        if count and number == first + count and count < PIECE_BYTES // BLOCK_BYTES:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = number, 1
+    if count:
+        yield first, count
 
 
 def _one_ahead(pieces: Iterator[tuple[int, Bytes]]) -> Iterator[tuple[int, Bytes]]:
@@ -143,7 +158,7 @@ def published_tensors(step: SavedStep, choice: Choice) -> tuple[str, list[Publis
 
 
 def _dtype_of(saved: torch.dtype, wanted: str) -> torch.dtype:
-    chosen = getattr(torch, wanted) if wanted and saved.is_floating_point else saved
+    chosen = getattr(torch, wanted) if wanted and is_float(name_of(saved)) else saved
     assert isinstance(chosen, torch.dtype)
     return chosen
 
@@ -153,7 +168,7 @@ def check_dtype(dtype: torch.dtype | str | None) -> str:
     if dtype is None:
         return ""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not is_float(name_of(found)):
         raise UsageError(f"dtype is {dtype!r:.100}", hint="give a floating-point type, such as torch.bfloat16")
     return name_of(found)
 

@@ -5,19 +5,24 @@ Invariants:
 - *All or nothing.* Everything is fetched, decoded and verified before the first element changes. The changes that follow
   make no request. So tensors hold one version, or an error was raised before they changed.
 - Elements that did not change are not written. If the program changed tensors between two versions, and an update shows
-  it, all blocks are read from the step.
+  it, all blocks are read from the step. So they are if the tensors have other memory than those of the version before.
 - A block that is completely in a tensor of this process has the digest of the version's table after the change. For
   parts of tensors, the bytes of the update or of the step are verified.
+- An update is used only if it starts from the table of the version that the tensors hold.
+- Of several `Prepared` for the same tensors, one can be committed. Threads may share a subscriber.
 
 Failure behaviour: an update that is damaged or missing is logged, and the step is read instead. `apply` raises the errors
 of the step: `NotFoundError` if retention removed it, `CorruptionError` if it is damaged. The tensors are then unchanged,
-except by the first `apply`: it needs no copy of the weights, and writes into the tensors as it reads.
+except by the first `apply`: it needs no copy of the weights, and writes into the tensors as it reads. If `commit` itself
+fails, the tensors hold no version, and the next `apply` is a first one.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +41,22 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 POLL_SECONDS = 1.0
+_LOOKS_TO_LISTING = 16
+"""`wait` asks for the next record, and lists the records every so many looks: a listing costs ten times as much on S3."""
 _log = get_logger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """What the tensors hold. A new one replaces it with each change, so that a change cannot be missed.
+
+    Args:
+        version: the record and its table; None if the tensors hold no version.
+        places: the addresses of the tensors' memory by name.
+    """
+
+    version: tuple[Published, Weights] | None = None
+    places: Mapping[str, int] = field(default_factory=dict)
 
 
 class Subscriber:
@@ -49,7 +69,8 @@ class Subscriber:
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
 
     Attributes:
-        version (int | None): The number of the version that the tensors hold; None before the first `apply`.
+        version (int | None): The number of the version that the tensors hold; None before the first `apply`, and after a
+            `commit` that failed.
 
     Example:
         >>> import tempfile, torch
@@ -79,18 +100,18 @@ class Subscriber:
         self._owns_store = not isinstance(url, Store)
         self.store = url if isinstance(url, Store) else open_store(url, storage_options=storage_options)
         self.name, self._poll, self.clock = name, poll, clock
-        self._held: tuple[Published, Weights] | None = None
+        self._state, self._lock, self._closed = State(), threading.Lock(), False
 
     @property
     def version(self) -> int | None:
-        return self._held[0].number if self._held else None
+        return self._state.version[0].number if self._state.version else None
 
     def newest(self) -> NewVersion | None:
         """The newest version if it is not the one that the tensors hold, else None. It may be an older step: a rollback."""
-        record = records.find(self.store, self.name)
-        if record is None or record.number == self.version:
-            return None
-        return NewVersion(self, record)
+        if self._closed:
+            raise UsageError(f"the subscriber of {self.name} is closed", hint="create another Subscriber")
+        record = records.find(self.store, self.name, self.version)
+        return NewVersion(self, record) if record is not None else None
 
     def wait(self, timeout: float | None = None) -> NewVersion:
         """Wait for a version that the tensors do not hold.
@@ -103,25 +124,51 @@ class Subscriber:
 
         Raises:
             DeadlineError: There is none within `timeout`.
+            UsageError: The subscriber is closed, also by another thread during the wait.
         """
         until = None if timeout is None else self.clock.monotonic() + timeout
-        while (version := self.newest()) is None:
+        looks = 0
+        while (version := self.newest() if self._is_worth_listing(looks) else None) is None:
+            looks += 1
             remaining = self._poll if until is None else min(self._poll, until - self.clock.monotonic())
             if remaining <= 0:
                 raise DeadlineError(f"no new version of {self.name} within {timeout:g} s")
             self.clock.sleep(remaining)
         return version
 
-    def held(self) -> tuple[Published, Weights] | None:
-        """The version that the tensors hold, and its table."""
-        return self._held
+    def _is_worth_listing(self, looks: int) -> bool:
+        """Whether there may be a new version. After 32 versions the next record has been deleted, and only a listing shows it."""
+        version = self.version
+        if version is None or self._closed or looks % _LOOKS_TO_LISTING == 0:
+            return True
+        return self.store.exists(records.key_of(self.name, version + 1))
 
-    def now_holds(self, record: Published, weights: Weights) -> None:
-        """Note the version that the tensors hold."""
-        self._held = record, weights
+    def state(self) -> State:
+        """What the tensors hold."""
+        return self._state
+
+    def begin_writing(self, expected: State) -> State:
+        """Note that tensors are written now, and hold no version meanwhile. Returns the new state."""
+        with self._lock:
+            self._require(expected)
+            self._state = State()
+            return self._state
+
+    def commit(self, expected: State, changes: PreparedChanges, new: State) -> None:
+        """Apply changes that were prepared for tensors in the state `expected`."""
+        with self._lock:
+            self._require(expected)
+            self._state = State()  # stays if the changes fail
+            changes.commit()
+            self._state = new
+
+    def _require(self, expected: State) -> None:
+        if self._state is not expected:
+            raise UsageError("another version was applied meanwhile", hint="call wait() again")
 
     def close(self) -> None:
-        """Release the store."""
+        """Release the store. A `wait` in another thread ends with an error."""
+        self._closed = True
         if self._owns_store:
             self.store.close()
 
@@ -142,10 +189,10 @@ class NewVersion:
     """
 
     def __init__(self, subscriber: Subscriber, record: Published) -> None:
-        self._subscriber, self._record, held = subscriber, record, subscriber.held()
+        self._subscriber, self._record, self._state = subscriber, record, subscriber.state()
         self.number, self.run, self.step, self.attempt = record.number, record.run, record.step, record.attempt
         self._weights = load_weights(subscriber.store, record)
-        self._held = held
+        held = self._held = self._state.version
         self.parent = held[0].number if held else None
         self._chain = self._find_chain() if held else None
 
@@ -184,15 +231,19 @@ class NewVersion:
         Raises:
             The errors of `apply`.
         """
-        if self._subscriber.held() is not self._held:
-            raise UsageError("another version was applied meanwhile", hint="call wait() again")
-        changes = self._changes(targets_of(self._weights, tensors))
-        return Prepared(self._subscriber, self._record, self._weights, changes)
+        targets = targets_of(self._weights, tensors)
+        if self._held is None:
+            self._state = self._subscriber.begin_writing(self._state)
+        new = State((self._record, self._weights), {name: target.place for name, target in targets.items()})
+        return Prepared(self._subscriber, self._state, self._changes(targets), new)
 
     def _changes(self, targets: Mapping[str, Target]) -> PreparedChanges:
-        store = self._subscriber.store
+        store, before = self._subscriber.store, self._state.places
         changed = self._weights.changed_blocks(self._held[1]) if self._held else None
-        if self._chain is not None:
+        if any(before.get(name, target.place) != target.place for name, target in targets.items()):
+            _log.warning("the tensors are not those of version %s of %s: all are read", self.parent, self._record.name)
+            changed = None
+        elif self._chain is not None:
             try:
                 return from_updates(self._chain, targets)
             except (CorruptionError, NotFoundError) as error:
@@ -206,21 +257,24 @@ class NewVersion:
     def _find_chain(self) -> list[tuple[Update, Weights]] | None:
         """The updates from the held version to this one; None if one is missing, or the step is fewer bytes."""
         assert self._held is not None
-        store, (held, held_weights) = self._subscriber.store, self._held
+        store, held, most = self._subscriber.store, self._held[0], self._changed_bytes()
         chain, record, weights = list[tuple[Update, Weights]](), self._record, self._weights
         try:
-            while record.number > held.number:
-                if record.update is None or not record.parent:
+            while record.update is not None and len(chain) < records.KEPT_VERSIONS:
+                update = Update(store, record, weights)
+                chain.append((update, weights))
+                most -= stored_bytes(update.rows)
+                if most < 0 or record.parent < held.number:
                     return None
-                chain.append((Update(store, record, weights), weights))
-                record = records.read_record(store, record.name, record.parent)
-                weights = held_weights if record.number == held.number else load_weights(store, record)
+                if record.parent == held.number:
+                    return chain[::-1] if record.parent_weights == held.weights.digest else None
+                parent = records.read_record(store, record.name, record.parent)
+                if parent.weights.digest != record.parent_weights:
+                    return None
+                record, weights = parent, load_weights(store, parent)
         except (CorruptionError, NotFoundError) as error:
             _log.info("version %s of %s is read from its step: %s", self.number, record.name, error)
-            return None
-        if record != held or sum(stored_bytes(update.rows) for update, _ in chain) > self._changed_bytes():
-            return None
-        return chain[::-1]
+        return None
 
     def _changed_bytes(self) -> int:
         if self._held is None:
@@ -233,9 +287,8 @@ class NewVersion:
 class Prepared:
     """Verified changes that wait for `commit`."""
 
-    def __init__(self, subscriber: Subscriber, record: Published, weights: Weights, changes: PreparedChanges) -> None:
-        self._subscriber, self._record, self._weights, self._changes = subscriber, record, weights, changes
-        self._held = subscriber.held()
+    def __init__(self, subscriber: Subscriber, state: State, changes: PreparedChanges, new: State) -> None:
+        self._subscriber, self._state, self._changes, self._new = subscriber, state, changes, new
 
     def commit(self) -> None:
         """Change the tensors. No other thread may use them meanwhile.
@@ -243,7 +296,4 @@ class Prepared:
         Raises:
             UsageError: The subscriber has applied another version since; nothing was changed.
         """
-        if self._subscriber.held() is not self._held:
-            raise UsageError("another version was applied meanwhile", hint="call wait() again")
-        self._changes.commit()
-        self._subscriber.now_holds(self._record, self._weights)
+        self._subscriber.commit(self._state, self._changes, self._new)

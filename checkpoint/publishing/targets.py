@@ -1,23 +1,27 @@
 """The tensors that a subscriber changes: their memory in this process, and their box in the published tensor.
 
 Invariant: a target has the published dtype and the published global shape. Its changes are written without conversion.
+Targets that share memory get equal bytes.
 Failure behaviour: `UsageError` that names the tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from headrace.checkpoint import sharding
 from headrace.checkpoint.format.chunking import Box, run_start, whole
 from headrace.checkpoint.publishing.difference import Bytes
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES, TensorBlocks, Weights
-from headrace.checkpoint.state.tensors import as_bits, name_of
+from headrace.checkpoint.state.tensors import as_bits, byte_range, is_wrapper, name_of, overlapping
 from headrace.dataio.core.errors import UsageError
 
 I64 = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -42,6 +46,11 @@ class Target:
         """Whether this process holds the whole tensor."""
         return self.box.local == self.box.shape
 
+    @property
+    def place(self) -> int:
+        """The address of its memory."""
+        return self.local.data_ptr()
+
     def run_start(self, unit: int) -> int | None:
         """Where the part begins in the bytes of the published tensor, in units of `unit` bytes; None if it is no run."""
         start = run_start(self.box, self.form.item)
@@ -51,6 +60,10 @@ class Target:
         """The local elements as integers, in one dimension. Shares memory if the tensor is contiguous."""
         bits = as_bits(self.local.detach()).reshape(-1)
         return bits if bits.element_size() <= 8 and not bits.is_complex() else bits.view(torch.int64)
+
+    def grid(self) -> torch.Tensor:
+        """`flat` in the dimensions of the local part, and one more: the integers of an element."""
+        return self.flat().reshape(*self.box.local, -1)
 
     def holds(self, block: int) -> bool:
         """Whether this process holds any element of the block."""
@@ -66,6 +79,11 @@ class Target:
         part = self.flat()[start : start + size]
         array: Bytes = part.cpu().contiguous().view(torch.uint8).numpy().copy()
         return array
+
+    def read_integers(self, positions: I64) -> npt.NDArray[Any]:
+        """A copy of these integers of the local part."""
+        found: npt.NDArray[Any] = self.flat()[torch.from_numpy(positions).to(self.local.device)].cpu().numpy()
+        return found
 
     def local_positions(self, positions: I64, per_element: int = 1) -> tuple[I64, I64]:
         """Which integers of the published tensor this process holds, and where.
@@ -97,18 +115,41 @@ def targets_of(weights: Weights, tensors: Mapping[str, torch.Tensor]) -> dict[st
             f"{len(missing)} published tensors are not among the given ones, such as {missing[0]!r:.200}",
             hint="give a state_dict with the published names; publish(include=...) chooses them",
         )
-    return {tensor.name: _target(tensor, tensors[tensor.name]) for tensor in weights.tensors}
+    targets = {tensor.name: _target(tensor, tensors[tensor.name]) for tensor in weights.tensors}
+    _require_equal_if_shared(targets.values())
+    return targets
+
+
+def _require_equal_if_shared(targets: Iterable[Target]) -> None:
+    """Tied tensors share memory, and are published with equal bytes. Otherwise the last one written would win."""
+    by_storage = defaultdict[tuple[torch.device, int], list[Target]](list)
+    for target in targets:
+        by_storage[target.local.device, target.local.untyped_storage().data_ptr()].append(target)
+    for several in by_storage.values():
+        for group in overlapping((target, byte_range(target.local)) for target in several):
+            first = group[0]
+            for other in group[1:]:
+                same_memory = byte_range(first.local) == byte_range(other.local) and first.box == other.box
+                if not same_memory or first.form.digests != other.form.digests or not first.form.same_form(other.form):
+                    raise UsageError(
+                        f"{first.form.name:.200} and {other.form.name:.200} share memory, but other bytes are published",
+                        hint="give tensors with memory of their own, or leave one out with publish(exclude=...)",
+                    )
 
 
 def _target(form: TensorBlocks, tensor: torch.Tensor) -> Target:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{form.name} is {type(tensor).__name__}, not a tensor", hint="give a state_dict")
     local, box = _local(tensor, form.name)
+    if local.device.type == "meta" or local.layout is not torch.strided or local.is_nested or local.is_quantized:
+        raise UsageError(f"{form.name}: the tensor has no memory of its own", hint="give dense tensors on a device")
     given = (name_of(local.dtype), box.shape)
     if given != (form.dtype, form.shape):
         raise UsageError(
             f"{form.name}: {form.dtype} {list(form.shape)} is published, the tensor is {given[0]} {list(given[1])}",
             hint="publish(dtype=...) converts what is published",
         )
-    if not local.is_contiguous():
+    if not local.is_contiguous() or local.is_conj() or local.is_neg() or is_wrapper(local):
         raise UsageError(f"{form.name}: the tensor is not contiguous", hint="give tensors with memory of their own")
     return Target(local, box, form)
 

@@ -11,6 +11,7 @@ Failure behaviour: `CorruptionError` that names the object; `NotFoundError` if i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 import zstandard
@@ -20,7 +21,7 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.publishing.records import Published, Stored, folder
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES, MAX_TABLE_BYTES, Weights
 from headrace.dataio.core.clock import Clock
-from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.errors import CorruptionError, RangeError
 from headrace.dataio.core.limits import KIB, MIB
 from headrace.dataio.store.base import Store
 
@@ -41,7 +42,6 @@ class UpdateRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: bytes
 
 
-_decoder = msgspec.msgpack.Decoder(list[UpdateRow])
 EncodedBlock = tuple[int, int, int, bytes]
 """Tensor, block, how it is stored, and its bytes."""
 
@@ -83,18 +83,27 @@ class Update:
         if not 0 < size <= MAX_TABLE_BYTES:
             raise CorruptionError(f"{self._key} has a table of {size} bytes")
         buffer = bytearray(size)
-        self._store.get_into(self._key, stored.table, memoryview(buffer))
+        self._read(stored.table, memoryview(buffer))
         if blake3(buffer).hexdigest() != stored.digest:
             raise CorruptionError(f"the table of {self._key} does not have the digest that its record names")
         try:
             if not 0 <= zstandard.frame_content_size(buffer) <= MAX_TABLE_BYTES:
                 raise CorruptionError(f"the table of {self._key} is larger than {MAX_TABLE_BYTES} bytes")
-            rows = _decoder.decode(zstandard.ZstdDecompressor().decompress(buffer, max_output_size=MAX_TABLE_BYTES))
+            table = zstandard.ZstdDecompressor().decompress(buffer, max_output_size=MAX_TABLE_BYTES)
+            rows = _decoder(sum(tensor.blocks for tensor in weights.tensors)).decode(table)
         except (zstandard.ZstdError, msgspec.MsgspecError, RecursionError) as error:
             raise CorruptionError(f"{self._key} has no readable table: {error}") from error
         for row in rows:
             self._check(row, stored.table, weights)
+        if len({(row.tensor, row.block) for row in rows}) < len(rows):
+            raise CorruptionError(f"the table of {self._key} names a block twice")
         return rows
+
+    def _read(self, offset: int, buffer: memoryview) -> None:
+        try:
+            self._store.get_into(self._key, offset, buffer)
+        except RangeError as error:
+            raise CorruptionError(f"{self._key} is shorter than its record says") from error
 
     def _check(self, row: UpdateRow, end: int, weights: Weights) -> None:
         known = 0 <= row.tensor < len(weights.tensors) and 0 <= row.block < weights.tensors[row.tensor].blocks
@@ -107,12 +116,17 @@ class Update:
         for batch in _batches(rows):
             start, end = batch[0].offset, batch[-1].offset + batch[-1].stored
             buffer = memoryview(bytearray(end - start))
-            self._store.get_into(self._key, start, buffer)
+            self._read(start, buffer)
             for row in batch:
                 data = buffer[row.offset - start : row.offset - start + row.stored]
                 if _digest(data) != row.digest:
                     raise CorruptionError(f"{self._key}: {row.stored} bytes at {row.offset} have another digest")
                 yield row, data
+
+
+def _decoder(most: int) -> msgspec.msgpack.Decoder[list[UpdateRow]]:
+    """A decoder of at most so many rows. It compares the number with the limit before it allocates memory."""
+    return msgspec.msgpack.Decoder(Annotated[list[UpdateRow], msgspec.Meta(max_length=most)])
 
 
 def _digest(data: bytes | memoryview) -> bytes:

@@ -1,9 +1,9 @@
 """The table of a published version: name, dtype and shape of each tensor, and the digest of each of its blocks.
 
 A block is `BLOCK_BYTES` of the row-major bytes of a tensor; its last block may be shorter. The table is stored as
-msgpack with zstd, in an object that its digest names.
-Invariant: two versions with the same tensors have the same table. A reader compares the digest of the stored bytes with
-that of the record, and checks sizes before it allocates memory.
+msgpack with zstd.
+Invariant: a reader compares the digest of the stored bytes with that of the record, and checks sizes before it allocates
+memory. A publisher stores only tables that a reader accepts.
 Failure behaviour: `CorruptionError` that names the object.
 """
 
@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 import zstandard
 from blake3 import blake3
 
-from headrace.checkpoint.format.chunking import DIGEST_BYTES, ITEM_BYTES, Box, whole
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import DIGEST_BYTES, ITEM_BYTES, MAX_DIMENSIONS, Box, whole
 from headrace.checkpoint.publishing.records import Published, Stored, folder
-from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.errors import CapacityError, CorruptionError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Store
 
 BLOCK_BYTES = 1 * MIB
 MAX_TABLE_BYTES = 256 * MIB
+MAX_TENSORS = 1_000_000
 _MAX_NAME = 4096
 
 
@@ -32,7 +36,7 @@ class TensorBlocks(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
     digests: bytes
 
     @property
@@ -68,7 +72,7 @@ class TensorBlocks(msgspec.Struct, frozen=True, array_like=True):
 class Weights(msgspec.Struct, frozen=True, array_like=True, dict=True):
     """All tensors of a version, sorted by name."""
 
-    tensors: tuple[TensorBlocks, ...]
+    tensors: Annotated[tuple[TensorBlocks, ...], msgspec.Meta(max_length=MAX_TENSORS)]
 
     @cached_property
     def by_name(self) -> dict[str, TensorBlocks]:
@@ -93,11 +97,11 @@ class Weights(msgspec.Struct, frozen=True, array_like=True, dict=True):
 _decoder = msgspec.msgpack.Decoder(Weights)
 
 
-def store_weights(store: Store, name: str, weights: Weights) -> Stored:
+def store_weights(store: Store, name: str, weights: Weights, clock: Clock) -> Stored:
     """Store the table of a version of `name`."""
     data = zstandard.ZstdCompressor(level=3).compress(msgspec.msgpack.encode(weights))
-    digest = blake3(data).hexdigest()
-    stored = Stored(f"weights-{digest[:32]}", len(data), digest)
+    stored = Stored(f"weights-{names.new_id(clock)}", len(data), blake3(data).hexdigest())
+    decode_weights(data, f"the table of {name}")
     store.put(f"{folder(name)}{stored.key}", data)
     return stored
 
@@ -105,7 +109,10 @@ def store_weights(store: Store, name: str, weights: Weights) -> Stored:
 def load_weights(store: Store, record: Published) -> Weights:
     """Read and check the table of a version."""
     key = record.key_of(record.weights)
-    data = store.get(key, max_bytes=MAX_TABLE_BYTES)
+    try:
+        data = store.get(key, max_bytes=MAX_TABLE_BYTES)
+    except CapacityError as error:
+        raise CorruptionError(f"{key} is larger than {MAX_TABLE_BYTES} bytes", hint="publish again") from error
     if blake3(data).hexdigest() != record.weights.digest:
         raise CorruptionError(f"{key} does not have the digest that its record names", hint="publish again")
     return decode_weights(data, key)
@@ -125,7 +132,6 @@ def decode_weights(data: bytes, key: str) -> Weights:
             previous < tensor.name
             and len(tensor.name) <= _MAX_NAME
             and tensor.dtype in ITEM_BYTES
-            and len(tensor.shape) <= 64
             and all(side >= 0 for side in tensor.shape)
             and len(tensor.digests) == tensor.blocks * DIGEST_BYTES
         )
