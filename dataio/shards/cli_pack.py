@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from headrace.dataio.shards.media.messages import Recipe
 
 _PACK = """\
-SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet) or a WebDataset .tar, local or s3://bucket/….
+SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet), a .parquet with embedded media or a WebDataset
+.tar, local or s3://bucket/….
 Files with the same stem in one folder are one sample: clip.mp4 with clip.json (fields), clip.txt (text), and so on.
 The text of a sample is its .txt, or the "caption" of its .json (see --text-field), or the words of its .vtt.
 DST is a folder or s3://bucket/prefix; S3 credentials and endpoint come from the usual AWS variables and profiles.
@@ -107,6 +108,13 @@ def _common_options(strict: str, processes: str) -> tuple[Argument, ...]:
         argument("--path-column", metavar="NAME", default="path", help="default: path"),
         argument("--key-column", metavar="NAME", default="key", help="default: key"),
         argument("--caption-column", metavar="NAME", default="caption", help="default: caption"),
+        argument(
+            "--bytes-column",
+            metavar="NAME",
+            action="append",
+            default=[],
+            help="Parquet column with the media themselves; the first has the medium of a sample (repeatable)",
+        ),
     ),
     epilog=_PACK_CODES,
 )
@@ -127,7 +135,7 @@ def pack(args: argparse.Namespace) -> int:
             args.destination,
             shard_bytes=limits.parse_bytes(args.shard_size),
             strict=args.strict,
-            columns=Columns(path=args.path_column, key=args.key_column, caption=args.caption_column),
+            columns=Columns(args.path_column, args.key_column, args.caption_column, tuple(args.bytes_column)),
             recipe=_recipe(args),
             text_field=args.text_field,
             engine=args.engine,

@@ -43,12 +43,15 @@ _FIELDS_BYTES = 1 * limits.MIB
 class Columns:
     """The names of the columns that hold the path, the key and the caption.
 
-    The column `path` is required. The other two are required only if you rename them.
+    The column `path` is required. The other two are required only if you rename them. `bytes` names the columns of
+    Parquet files that hold the media themselves (`headrace.dataio.shards.ingest.embedded`). The first of them has the
+    medium of each sample.
     """
 
     path: str = "path"
     key: str = "key"
     caption: str = "caption"
+    bytes: tuple[str, ...] = ()
 
 
 DEFAULT_COLUMNS = Columns()
@@ -121,16 +124,24 @@ def _resolved(manifest: str, where: str, path: str) -> str:
 
 
 def _fields(where: str, row: dict[str, Any]) -> str | None:
-    if not row:
+    try:
+        return fields_json(row)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", hint=error.hint) from error
+
+
+def fields_json(values: dict[str, Any]) -> str | None:
+    """Return the fields of a row as a JSON object, or None if there are none."""
+    if not values:
         return None
     try:
         text = json.dumps(
-            {name: _json_value(value) for name, value in row.items()}, ensure_ascii=False, allow_nan=False
+            {name: _json_value(value) for name, value in values.items()}, ensure_ascii=False, allow_nan=False
         )
         if len(text.encode()) > _FIELDS_BYTES:
             raise ValueError(f"its fields are larger than {limits.format_bytes(_FIELDS_BYTES)}")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: {error}", hint=_FIX_HINT) from error
+        raise UsageError(str(error), hint=_FIX_HINT) from error
     return text
 
 

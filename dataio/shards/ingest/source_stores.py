@@ -15,13 +15,14 @@ that shrinks or disappears while it is copied raises `TransientError`.
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, RangeError, TransientError, UsageError
@@ -134,20 +135,38 @@ class SourceStores:
 
     def copy_whole(self, url: str, size: int, path: str) -> None:
         """Copy the object to a new file. `size` is the size that it had when it was found."""
+        self.check_unchanged(url, size)
+        self.copy(url, 0, size, path)
+
+    def check_unchanged(self, url: str, size: int) -> None:
+        """Raise `TransientError` unless the object exists and has this size."""
         info = self.stat_many([url]).get(url)
         if info is None or info.size != size:
             raise TransientError(f"{url} changed while it was being packed", hint=_RETRY_HINT)
-        self.copy(url, 0, size, path)
 
     def copy(self, url: str, offset: int, length: int, path: str) -> None:
         """Copy `length` bytes of the object, from `offset`, to a new file."""
+        with open(path, "wb") as file:  # buffered: writes all or raises, also on a disk that becomes full
+            self._copy_into(file, url, offset, length)
+
+    def copy_ranges(self, url: str, size: int, ranges: Iterable[tuple[int, int]], path: str) -> None:
+        """Copy ranges (offset, length) of the object to their own positions in a file of its size.
+
+        The rest of a new file is a hole. An existing file keeps what it has.
+        """
+        with open(path, "r+b" if os.path.exists(path) else "wb") as file:
+            file.truncate(size)
+            for offset, length in ranges:
+                file.seek(offset)
+                self._copy_into(file, url, offset, length)
+
+    def _copy_into(self, file: BinaryIO, url: str, offset: int, length: int) -> None:
         read_at = self.reader(url)
         try:
-            with open(path, "wb") as file:  # buffered: writes all or raises, also on a disk that becomes full
-                for at in range(0, length, _COPY_BYTES):
-                    if self._stopped.is_set():
-                        raise TransientError(f"copying {url} was cancelled", hint=_RETRY_HINT)
-                    file.write(read_at(offset + at, min(_COPY_BYTES, length - at)))
+            for at in range(0, length, _COPY_BYTES):
+                if self._stopped.is_set():
+                    raise TransientError(f"copying {url} was cancelled", hint=_RETRY_HINT)
+                file.write(read_at(offset + at, min(_COPY_BYTES, length - at)))
         except (NotFoundError, RangeError) as error:  # the object disappeared or shrank
             raise TransientError(
                 f"{url} changed while it was being packed: {error.message}", hint=_RETRY_HINT

@@ -16,6 +16,9 @@ Invariants:
 * A manifest (a `.csv`, `.tsv`, `.jsonl`, `.ndjson` or `.parquet` that the user names or that a glob matches) gives one
   sample per row. The sample is the media file and the `.json`, `.txt` and `.vtt` files with its stem. Its key is the
   row's key, or else the path relative to the manifest.
+* A `.parquet` that holds the media themselves (`headrace.dataio.shards.ingest.embedded`) gives one sample per row. Its
+  key is the row's key, or else the file's key and the number of the row. Its samples keep the order of the file: they
+  are sorted by the latter.
 * A `.tar` gives the samples that it holds, under their keys in the tar. Only its headers are read here. The worker
   processes read the members, one sample at a time.
 * `exclude` is the URL of the dataset that `pack` writes. `gather` leaves out the files of that dataset, except a file
@@ -46,8 +49,10 @@ from pathlib import Path
 
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest.embedded import EmbeddedRow, rows_of
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, EXTENSIONS, Columns, Row, rows
 from headrace.dataio.shards.ingest.report import Skipped
+from headrace.dataio.shards.ingest.row_messages import RowRef
 from headrace.dataio.shards.ingest.source_stores import WILDCARD, FileStat, SourceStores, is_url
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, unused_media
 from headrace.dataio.shards.media.messages import Span
@@ -66,7 +71,8 @@ class Group:
 
     `sizes` holds the size of each file when it was found, and `bytes` their sum. `stamp` is the newest modification
     time in nanoseconds. `spans`, if there are any, give the offset and length of each member in its file. `caption` and
-    `fields` (a JSON object) come from a manifest.
+    `fields` (a JSON object) come from a manifest. `row`, if there is one, is a row with embedded media: its files are
+    found when it is read, so `files` has the table, and the size is an estimate.
     """
 
     key: str
@@ -77,6 +83,17 @@ class Group:
     spans: tuple[tuple[int, int], ...] = ()
     caption: str | None = None
     fields: str | None = None
+    row: RowRef | None = None
+
+    @property
+    def order(self) -> str:
+        """Groups are sorted by this."""
+        return self.row.default_key if self.row else self.key
+
+    @property
+    def display_name(self) -> str:
+        """The name in messages to the user."""
+        return self.row.display_name if self.row else self.files[0][1]
 
     def members(self) -> tuple[Span, ...]:
         """Return the files as the spans that a worker takes."""
@@ -148,13 +165,13 @@ def gather(
         if info is None:
             continue
         if _ext(item.path) in EXTENSIONS and (item.is_named or item.from_glob):
-            collected.add_manifest(item.path, info, columns)
+            collected.add_table(item, info, columns)
         else:
             by_stem.setdefault(item.stem, []).append((item, info))
     _join_to_media(by_stem)
     for files in by_stem.values():
         collected.add_files(files)
-    groups = sorted(collected.groups, key=lambda group: group.key)
+    groups = sorted(collected.groups, key=lambda group: group.order)
     _check_unique_keys(groups)
     skipped = sorted(collected.skipped, key=lambda s: s.path)
     return Gathered(tuple(groups), tuple(skipped), tuple(sorted(collected.ignored)))
@@ -236,6 +253,18 @@ class _Collector:
     def _skip_in(self, path: str, key: str, reason: str) -> None:
         self.skipped.append(Skipped(f"{path}: sample {key!r}", UnsupportedError.code, reason))
 
+    def add_table(self, item: _InputFile, info: FileStat, columns: Columns) -> None:
+        """Add one sample for each row of a manifest, or of a Parquet file with embedded media."""
+        embedded = None
+        if _ext(item.path) == "parquet":
+            embedded = rows_of(item.path, info, columns, _key(item), self._stores)
+        if embedded is None:
+            self.add_manifest(item.path, info, columns)
+        elif embedded:
+            self.groups += map(_row_group, embedded)
+        else:
+            self.skipped.append(Skipped(item.path, UnsupportedError.code, "it has no rows"))
+
     def add_manifest(self, manifest: str, info: FileStat, columns: Columns) -> None:
         """Add one sample for each row of a manifest."""
         if is_url(manifest):
@@ -260,9 +289,7 @@ class _Collector:
         sidecars = [(path, _stat_input(path, [], existing)) for path in _sidecar_paths(row.path)]
         members = [(_InputFile(folder, path), info) for path, info in ((row.path, info), *sidecars) if info is not None]
         group = _group(members)
-        key = _clean_key(row.key) if row.key else group.key
-        if not key or set(key.split("/")) & {"", ".", ".."}:
-            raise UsageError(f"{row.where}: {row.key or key!r} cannot be a key", hint="keys are relative, without '..'")
+        key = _row_key(row.where, row.key or group.key)
         self.groups.append(dataclasses.replace(group, key=key, caption=row.caption, fields=row.fields))
 
 
@@ -432,14 +459,29 @@ def _key(item: _InputFile) -> str:
     return "/".join(_FORBIDDEN_IN_KEYS.sub("_", part) for part in relative.parts)
 
 
+def _row_key(where: str, text: str) -> str:
+    """Return the key of a row whose table calls it `text`."""
+    key = _clean_key(text)
+    if set(key.split("/")) & {"", ".", ".."}:
+        raise UsageError(f"{where}: {text!r} cannot be a key", hint="keys are relative, without '..'")
+    return key
+
+
+def _row_group(row: EmbeddedRow) -> Group:
+    """Return the group of a row with embedded media."""
+    ref = row.ref
+    key = _row_key(ref.display_name, row.key or ref.default_key)
+    return Group(key, (("parquet", ref.group.path),), row.bytes, ref.group.modified_ns, (row.bytes,), row=ref)
+
+
 def _clean_key(key: str) -> str:
     return "/".join(_FORBIDDEN_IN_KEYS.sub("_", part) for part in key.split("/"))
 
 
 def _check_unique_keys(groups: list[Group]) -> None:
-    for a, b in itertools.pairwise(groups):
+    for a, b in itertools.pairwise(sorted(groups, key=lambda group: group.key)):
         if a.key == b.key:
             raise UsageError(
-                f"{a.files[0][1]} and {b.files[0][1]} would both be the sample {a.key!r}",
+                f"{a.display_name} and {b.display_name} would both be the sample {a.key!r}",
                 hint="rename one, or give the folder that holds both as the one source",
             )

@@ -1,0 +1,354 @@
+"""Finds the samples in Parquet files that hold their media themselves, as Hugging Face `datasets` writes them.
+
+Purpose: the features `Image`, `Audio` and `Video` are columns of the type `struct<bytes: binary, path: string>`.
+`embedded_columns` finds them. `rows_of` lists the rows of such a file for a plan. The media are read later, row by row,
+by another process (`headrace.dataio.shards.ingest.row_reader`).
+
+Invariants:
+
+* Only the footer and the column with the keys are read here. Of a file in a store, only these bytes are copied.
+* The schema decides what a column is. Its first column with media has the sample's own medium, unless the user names
+  another one. Each further one is a further member of the sample.
+* A file with a column of paths is a manifest, unless the user names one of its columns as bytes.
+* The footer is hostile input: its size, its row counts and all positions are checked against the file's size.
+
+Failure behaviour: a file that is not Parquet, and a schema that cannot become samples, raise `UsageError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from headrace.dataio.core import limits
+from headrace.dataio.core.errors import NotFoundError, UsageError
+from headrace.dataio.core.files import scratch_folder
+from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
+from headrace.dataio.shards.ingest.row_messages import EmbeddedColumn, RowGroup, RowRef
+from headrace.dataio.shards.ingest.source_stores import FileStat, SourceStores, is_url
+
+FOOTER_BYTES = 64 * limits.MIB
+"""The largest footer of a Parquet file."""
+_TAIL, _MAGIC = 8, b"PAR1"
+_LEAST_ROWS, _BYTES_PER_ROW = 100_000, 64
+"""A file may have this many rows, and one more for each 64 bytes: more rows than that hold no media."""
+_KEY_BATCH = 4096
+_MEMBER_NAME = re.compile(r"[^\w+.-]|^\.+|\.+$|\.(?=\.)")
+_WRITE_HINT = "write the file again"
+PARQUET_LIMITS = {
+    "pre_buffer": False,
+    "thrift_string_size_limit": FOOTER_BYTES,
+    "thrift_container_size_limit": 10_000_000,
+}
+"""How a Parquet file of others is opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedRow:
+    """A row that is a sample: its place, its key if the file has one for it, and about how many bytes its media have."""
+
+    ref: RowRef
+    key: str | None
+    bytes: int
+
+
+def embedded_columns(source: str | os.PathLike[str] | BinaryIO | Any) -> tuple[str, ...]:
+    """Return the names of the columns that hold media, in the order of the schema.
+
+    Args:
+        source: the path of a Parquet file, a file that is open for reading, or a `pyarrow.parquet.ParquetFile`.
+
+    Raises:
+        UsageError: the file cannot be read as Parquet.
+    """
+    import pyarrow.parquet as pq
+
+    if isinstance(source, pq.ParquetFile):
+        return _media_columns(source.schema_arrow)
+    name = os.fspath(source) if isinstance(source, str | os.PathLike) else getattr(source, "name", "the file")
+    with _reading(str(name)), pq.ParquetFile(source, **PARQUET_LIMITS) as file:
+        return _media_columns(file.schema_arrow)
+
+
+def rows_of(path: str, info: FileStat, columns: Columns, stem: str, stores: SourceStores) -> list[EmbeddedRow] | None:
+    """Return the rows of a Parquet file with embedded media, or None if the file is a manifest.
+
+    `path` is a path or a URL. `stem` is the key of the file.
+    """
+    import pyarrow.parquet as pq
+
+    with _local_footer(path, info, stores) as (local, footer), _reading(path):
+        with pq.ParquetFile(local, **PARQUET_LIMITS) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+        media = _choose_media(path, schema, columns)
+        if media is None:
+            return None
+        key = _key_column(path, schema, columns)
+        groups = _row_groups(path, info, footer, metadata, media, stem, key, _caption_column(path, schema, columns))
+        keys = iter(())  # type: Iterator[str | None]
+        if key is not None:
+            if is_url(path):
+                ranges = [_key_range(metadata.row_group(group.number), key, footer) for group in groups]
+                stores.copy_ranges(path, info.size, ranges, local)
+            keys = _keys(local, path, key)
+        return [
+            EmbeddedRow(RowRef(group, row), next(keys, None), group.unpacked // group.rows)
+            for group in groups
+            for row in range(group.rows)
+        ]
+
+
+# --- opening a file
+
+
+@contextlib.contextmanager
+def _reading(name: str) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except pa.ArrowException as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"{name}: not a readable Parquet file: {reason}", hint=_WRITE_HINT) from error
+    except OSError as error:
+        if error.errno is None:  # Arrow's own, for a footer that cannot be parsed
+            reason = " ".join(str(error).split())[:300]
+            raise UsageError(f"{name}: not a readable Parquet file: {reason}", hint=_WRITE_HINT) from error
+        raise NotFoundError(f"{name} cannot be read: {error.strerror or error}", hint="check path and mode") from error
+
+
+@contextlib.contextmanager
+def _local_footer(path: str, info: FileStat, stores: SourceStores) -> Iterator[tuple[str, int]]:
+    """Yield the path of a file with the footer, and the position of the footer in it.
+
+    Of an object, it is a file of the same size in which the rest is a hole.
+    """
+    if not is_url(path):
+        with _reading(path), open(path, "rb") as file:
+            file.seek(max(0, info.size - _TAIL))
+            yield path, _footer_position(path, info.size, file.read(_TAIL))
+        return
+    with scratch_folder("headrace-pack-") as folder:
+        local = str(Path(folder, "footer.parquet"))
+        tail = stores.reader(path)(max(0, info.size - _TAIL), min(_TAIL, info.size))
+        footer = _footer_position(path, info.size, tail)
+        stores.copy_ranges(path, info.size, [(footer, info.size - footer)], local)
+        yield local, footer
+
+
+def _footer_position(path: str, size: int, tail: bytes) -> int:
+    length = int.from_bytes(tail[:4], "little")
+    problem = ""
+    if tail[4:] == b"PARE":
+        problem = "its footer is encrypted"
+    elif tail[4:] != _MAGIC:
+        problem = "it does not end in PAR1"
+    elif length > FOOTER_BYTES:
+        problem = f"its footer is larger than {limits.format_bytes(FOOTER_BYTES)}"
+    elif length + _TAIL + len(_MAGIC) > size:
+        problem = "its footer is longer than the file"
+    if problem:
+        raise UsageError(f"{path}: not a readable Parquet file: {problem}", hint=_WRITE_HINT)
+    return size - _TAIL - length
+
+
+# --- the schema
+
+
+def _media_columns(schema: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in schema if _is_embedded(field.type))
+
+
+def _is_embedded(kind: Any) -> bool:
+    """Return whether the type is `struct<bytes: binary, path: string>`."""
+    import pyarrow as pa
+
+    if not pa.types.is_struct(kind) or {kind.field(i).name for i in range(kind.num_fields)} != {"bytes", "path"}:
+        return False
+    path = kind.field("path").type
+    return _is_binary(kind.field("bytes").type) and (pa.types.is_string(path) or pa.types.is_large_string(path))
+
+
+def _is_binary(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _holds_bytes(kind: Any) -> bool:
+    """Return whether values of the type hold bytes, which no field of a sample can."""
+    import pyarrow as pa
+
+    return (
+        _is_binary(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or any(_holds_bytes(kind.field(i).type) for i in range(kind.num_fields))
+    )
+
+
+def _choose_media(path: str, schema: Any, columns: Columns) -> tuple[EmbeddedColumn, ...] | None:
+    """Return the columns with media, the sample's own medium first. None means that the file is a manifest."""
+    named = [name for name in columns.bytes if name in schema.names]
+    has_paths = columns.path in schema.names
+    if has_paths and not named:
+        return None
+    if missing := [name for name in columns.bytes if name not in named]:
+        have = ", ".join(map(repr, schema.names)) or "none"
+        raise UsageError(f"{path}: there is no column {missing[0]!r}", hint=f"--bytes-column names one; it has {have}")
+    media = list(dict.fromkeys([*named, *_media_columns(schema)]))
+    _check_types(path, schema, media)
+    if not media:
+        return None
+    members = [_member_name(name) for name in media[1:]]
+    if len(set(members)) < len(members):
+        raise UsageError(f"{path}: two columns would be the same member of a sample", hint="rename one of them")
+    return (EmbeddedColumn(media[0]), *map(EmbeddedColumn, media[1:], members))
+
+
+def _check_types(path: str, schema: Any, media: list[str]) -> None:
+    """Raise `UsageError` if a column can be neither media nor a field."""
+    import pyarrow as pa
+
+    if len(set(schema.names)) < len(schema.names):
+        raise UsageError(f"{path}: two of its columns have the same name", hint="rename one of them")
+    for field in schema:
+        is_list = pa.types.is_list(field.type) or pa.types.is_large_list(field.type)
+        if field.name in media:
+            if not (_is_binary(field.type) or _is_embedded(field.type)):
+                raise UsageError(f"{path}: the column {field.name!r} holds no bytes: it is {field.type}")
+        elif is_list and _is_embedded(field.type.value_type):
+            raise UsageError(
+                f"{path}: the column {field.name!r} holds lists of media, and a sample has one",
+                hint="write one row for each of them, or a column for each, or leave the column out",
+            )
+        elif _holds_bytes(field.type):
+            raise UsageError(
+                f"{path}: the column {field.name!r} holds bytes, which no field can",
+                hint=f"--bytes-column {field.name} makes files of them; or leave the column out",
+            )
+
+
+def _member_name(column: str) -> str:
+    return _MEMBER_NAME.sub("_", column).lower() or "_"
+
+
+def _key_column(path: str, schema: Any, columns: Columns) -> str | None:
+    import pyarrow as pa
+
+    kind = _value_type(path, schema, columns.key, "key", DEFAULT_COLUMNS.key)
+    if kind is not None and not (_is_text(kind) or pa.types.is_integer(kind)):
+        raise UsageError(f"{path}: the column {columns.key!r} must hold text or integers: it is {kind}")
+    return None if kind is None else columns.key
+
+
+def _caption_column(path: str, schema: Any, columns: Columns) -> str | None:
+    """Return the column with the captions. One that is not text, such as a list of captions, is a field."""
+    kind = _value_type(path, schema, columns.caption, "caption", DEFAULT_COLUMNS.caption)
+    return columns.caption if kind is not None and _is_text(kind) else None
+
+
+def _value_type(path: str, schema: Any, column: str, role: str, usual: str) -> Any:
+    """Return the type of a column's values, or None if the file lacks the column and the user did not name it."""
+    import pyarrow as pa
+
+    if column not in schema.names:
+        if column == usual:
+            return None
+        have = ", ".join(map(repr, schema.names))
+        raise UsageError(f"{path}: there is no column {column!r}", hint=f"--{role}-column names one; it has {have}")
+    kind = schema.field(column).type
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+# --- the row groups
+
+
+def _row_groups(
+    path: str,
+    info: FileStat,
+    footer: int,
+    metadata: Any,
+    media: tuple[EmbeddedColumn, ...],
+    stem: str,
+    key: str | None,
+    caption: str | None,
+) -> list[RowGroup]:
+    """Return the row groups that have rows. Raise `UsageError` if the footer cannot be true."""
+    groups, first = list[RowGroup](), 0
+    for number in range(metadata.num_row_groups):
+        found = metadata.row_group(number)
+        offset, end = _range_of(found, footer)
+        first += found.num_rows
+        if found.num_rows < 0 or first > _LEAST_ROWS + info.size // _BYTES_PER_ROW or not 0 < offset <= end <= footer:
+            raise UsageError(
+                f"{path}: not a readable Parquet file: its footer claims {first} rows, or data outside of the file",
+                hint=_WRITE_HINT,
+            )
+        if found.num_rows:
+            groups.append(
+                RowGroup(
+                    path=path,
+                    size=info.size,
+                    modified_ns=info.modified_ns,
+                    stem=stem,
+                    number=number,
+                    first=first - found.num_rows,
+                    rows=found.num_rows,
+                    offset=offset,
+                    length=end - offset,
+                    footer=footer,
+                    unpacked=_unpacked_bytes(found, media),
+                    media=media,
+                    key=key,
+                    caption=caption,
+                )
+            )
+    return groups
+
+
+def _range_of(group: Any, footer: int, column: str | None = None) -> tuple[int, int]:
+    """Return where the bytes of a row group, or of one of its columns, begin and end."""
+    begins, ends = [], []
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if column in (None, chunk.path_in_schema):
+            begin = min((at for at in (chunk.dictionary_page_offset, chunk.data_page_offset) if at), default=0)
+            begins.append(begin)
+            ends.append(begin + chunk.total_compressed_size)
+    return (min(begins), max(ends)) if begins else (footer, footer)
+
+
+def _key_range(group: Any, key: str, footer: int) -> tuple[int, int]:
+    begin, end = _range_of(group, footer, key)
+    return begin, end - begin
+
+
+def _unpacked_bytes(group: Any, media: tuple[EmbeddedColumn, ...]) -> int:
+    names = {column.name for column in media}
+    names |= {f"{name}.bytes" for name in names}
+    chunks = (group.column(number) for number in range(group.num_columns))
+    return sum(max(0, chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in names)
+
+
+def _keys(local: str, path: str, column: str) -> Iterator[str | None]:
+    """Yield the key of each row, or None for a null."""
+    import pyarrow.parquet as pq
+
+    with _reading(path), pq.ParquetFile(local, buffer_size=limits.MIB, **PARQUET_LIMITS) as file:
+        for batch in file.iter_batches(_KEY_BATCH, columns=[column], use_threads=False):
+            try:
+                values = batch.column(column).to_pylist()
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{path}: the column {column!r} is not UTF-8", hint="save it as UTF-8") from error
+            yield from (None if value is None else str(value) for value in values)
