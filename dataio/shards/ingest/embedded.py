@@ -290,7 +290,8 @@ def _row_groups(
         found = metadata.row_group(number)
         offset, end = _range_of(found, footer)
         first += found.num_rows
-        if found.num_rows < 0 or first > _LEAST_ROWS + info.size // _BYTES_PER_ROW or not 0 < offset <= end <= footer:
+        too_many = found.num_rows < 0 or first > _LEAST_ROWS + info.size // _BYTES_PER_ROW
+        if too_many or (found.num_rows and not 0 < offset <= end <= footer):
             raise UsageError(
                 f"{path}: not a readable Parquet file: its footer claims {first} rows, or data outside of the file",
                 hint=_WRITE_HINT,
@@ -351,4 +352,7 @@ def _keys(local: str, path: str, column: str) -> Iterator[str | None]:
                 values = batch.column(column).to_pylist()
             except UnicodeDecodeError as error:
                 raise UsageError(f"{path}: the column {column!r} is not UTF-8", hint="save it as UTF-8") from error
-            yield from (None if value is None else str(value) for value in values)
+            for value in values:
+                if value is not None and len(str(value)) > limits.OBJECT_KEY_BYTES:
+                    raise UsageError(f"{path}: a key has more than {limits.OBJECT_KEY_BYTES} characters")
+                yield None if value is None else str(value)

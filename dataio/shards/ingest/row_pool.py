@@ -80,10 +80,11 @@ class RowPool:
             return Failure(row.display_name, self._failure.code, self._failure.reason)
         request = encode_row_task(RowTask(row, self._file, folder))
         try:
-            return self._pool.ask(request, seconds_for(row.group), decode_row_result)
+            answer: RowResult = self._pool.ask(request, seconds_for(row.group), decode_row_result)
         except (DeadlineError, CorruptionError) as error:
             self._failure = Failure(row.display_name, error.code, f"its row group: {error.message}")
             return self._failure
+        return answer
 
     def _begin(self, group: RowGroup, scratch_file: str) -> None:
         """Check that the file has not changed, and copy the row group if the file lies in a store."""

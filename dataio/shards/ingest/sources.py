@@ -261,7 +261,7 @@ class _Collector:
         if embedded is None:
             self.add_manifest(item.path, info, columns)
         elif embedded:
-            self.groups += map(_row_group, embedded)
+            self.groups += map(_embedded_group, embedded)
         else:
             self.skipped.append(Skipped(item.path, UnsupportedError.code, "it has no rows"))
 
@@ -467,7 +467,7 @@ def _row_key(where: str, text: str) -> str:
     return key
 
 
-def _row_group(row: EmbeddedRow) -> Group:
+def _embedded_group(row: EmbeddedRow) -> Group:
     """Return the group of a row with embedded media."""
     ref = row.ref
     key = _row_key(ref.display_name, row.key or ref.default_key)

@@ -1,0 +1,376 @@
+"""Parquet files that hold their media: every row is a sample, or is named with the reason why it is none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from headrace.dataio import Columns, Dataset, append, pack
+from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
+from headrace.dataio.shards.ingest import embedded
+from headrace.dataio.shards.ingest.embedded import embedded_columns
+from headrace.dataio.shards.ingest.sources import gather
+from headrace.dataio.store.open import open_store
+from headrace.loaders import FileLoader
+from tests.support import audio_corpus, headrace_command
+from tests.support.embedded_media import EMBEDDED, cell, write_embedded
+from tests.support.pictures import picture
+from tests.support.written_media import MakeWav
+
+
+def pictures(count: int) -> list[dict[str, Any]]:
+    """Different pictures, as cells."""
+    kinds = ["jpg", "png", "webp"]
+    return [
+        {"bytes": picture(kinds[i % 3], 32 + 2 * (i // 3), 24), "path": f"in/{i}.{kinds[i % 3]}"} for i in range(count)
+    ]
+
+
+def skipped(dataset: Dataset) -> dict[str, str]:
+    assert dataset.report is not None
+    return {item.path: item.reason for item in dataset.report.skipped}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compression": "snappy", "use_dictionary": True},
+        {"compression": "zstd", "data_page_size": 64, "write_batch_size": 1, "data_page_version": "2.0"},
+        {"row_group_size": 2, "write_page_index": True},
+    ],
+)
+def test_every_row_is_a_sample_with_its_bytes_caption_and_fields(tmp_path: Path, options: dict[str, Any]) -> None:
+    cells = pictures(5)
+    others = {"caption": ["one", None, "", "four", "five"], "label": list(range(5)), "tags": [["a"], [], None, [], []]}
+    table = write_embedded(tmp_path / "train.parquet", {"image": cells}, others, **options)
+    with pack(table, tmp_path / "ds", workers=1) as dataset:
+        assert [sample.key for sample in dataset] == [f"train/{i:08}" for i in range(5)]
+        for i, sample in enumerate(dataset):
+            assert dataset.read(sample, ("jpg", "png", "webp")[i % 3]) == cells[i]["bytes"]
+            assert json.loads(dataset.read(sample, "json")) == {"label": i, "tags": others["tags"][i]}
+            assert dict(sample.fields) == {"label": i} | ({"tags": None} if i == 2 else {})
+        assert [sample.text for sample in dataset] == ["one", None, None, "four", "five"]
+        assert skipped(dataset) == {}
+
+
+def test_real_videos_and_sounds_are_packed_as_if_from_files(media: Path, make_wav: MakeWav, tmp_path: Path) -> None:
+    flac = tmp_path / "t.flac"
+    flac.write_bytes(audio_corpus.made(audio_corpus.Kind("t", "flac", "flac", "flac", seconds=1)))
+    sounds = [make_wav(tmp_path / "s.wav"), flac, media / "nasa_speech_44100.mp3"]
+    videos = [media / name for name in ("h265.mp4", "testsrc2_vp9.webm", "rotated_90.mov", "corrupted.mp4")]
+    write_embedded(tmp_path / "a.parquet", {"audio": [cell(path) for path in sounds]})
+    write_embedded(tmp_path / "v.parquet", {"video": [cell(path) for path in videos]}, row_group_size=1)
+    for n, path in enumerate([*sounds, *videos]):
+        target = tmp_path / "files" / ("a" if n < 3 else "v") / f"{n if n < 3 else n - 3:08}{path.suffix}"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    with (
+        pack([tmp_path / "a.parquet", tmp_path / "v.parquet"], tmp_path / "ds") as dataset,
+        pack(tmp_path / "files", tmp_path / "same") as same,
+    ):
+        assert dataset.document.shards == same.document.shards
+        assert dataset.document.index == same.document.index
+        assert len(dataset) == 7
+
+
+def test_further_columns_are_members_and_one_may_be_named(tmp_path: Path) -> None:
+    cells = pictures(2)
+    depth = [{"bytes": picture("png", 16, 16), "path": None}, None]
+    mask = [b"\x93NUMPY", None]
+    table = write_embedded(tmp_path / "t.parquet", {"image": cells, "Depth Map": depth}, {"mask": mask, "n": [1, 2]})
+    with pytest.raises(UsageError, match=r"t\.parquet: the column 'mask' holds bytes, which no field can"):
+        pack(table, tmp_path / "ds")
+    with pack(table, tmp_path / "ds", columns=Columns(bytes=("image", "mask"))) as dataset:
+        first, second = dataset
+        assert [member.ext for member in first.members] == ["depth_map.png", "jpg", "json", "mask.bin"]
+        assert [member.ext for member in second.members] == ["json", "png"]
+        assert dataset.read(first, "mask.bin") == mask[0]
+        assert first.video is not None
+        assert first.video.ext == "jpg"
+    done = headrace_command.run("pack", "--bytes-column", "Depth Map", "--bytes-column", "mask", table, tmp_path / "d2")
+    assert done.returncode == 1
+    assert b"row 1: its 'Depth Map' is null, so it has no medium" in done.stdout
+    with Dataset(tmp_path / "d2") as dataset:
+        assert [member.ext for member in next(iter(dataset)).members] == ["image.jpg", "json", "mask.bin", "png"]
+
+
+def test_a_plain_binary_column_is_media_if_it_is_named(tmp_path: Path) -> None:
+    cells = [one["bytes"] for one in pictures(3)]
+    table = pa.table({"image": pa.array(cells, pa.large_binary()), "path": ["a.jpg", "b.png", "c.webp"]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pack(tmp_path / "t.parquet", tmp_path / "ds", columns=Columns(bytes=("image",))) as dataset:
+        assert [sample.fields["path"] for sample in dataset] == ["a.jpg", "b.png", "c.webp"]
+        assert len(dataset) == 3
+
+
+def test_keys_come_from_their_column_and_the_order_from_the_file(tmp_path: Path) -> None:
+    write_embedded(
+        tmp_path / "in/b.parquet", {"image": pictures(4)}, {"key": ["z", None, "a/b.c", "y"]}, row_group_size=3
+    )
+    write_embedded(tmp_path / "in/x/a.parquet", {"image": pictures(2)}, {"key": [7, 6]})
+    with pack(f"{tmp_path}/in/**/*.parquet", tmp_path / "ds") as dataset:
+        assert [sample.key for sample in dataset] == ["z", "b/00000001", "a/b_c", "y", "7", "6"]
+    with pytest.raises(UsageError, match=r"there is no column 'id'"):
+        gather([tmp_path / "in/b.parquet"], Columns(key="id"))
+    write_embedded(tmp_path / "c.parquet", {"image": pictures(1)}, {"key": ["z"]})
+    with pytest.raises(UsageError, match=r"b\.parquet, row 0 and .*c\.parquet, row 0 would both be the sample 'z'"):
+        gather([tmp_path / "in/b.parquet", tmp_path / "c.parquet"])
+    with pytest.raises(UsageError, match=r"row 0: '/a' cannot be a key"):
+        gather([write_embedded(tmp_path / "d.parquet", {"image": pictures(1)}, {"key": ["/a"]})])
+    with pytest.raises(ConflictError, match="already has the sample 'z'"):
+        append(tmp_path / "c.parquet", tmp_path / "ds")
+
+
+def test_rows_that_are_no_samples_are_skipped_with_the_reason(tmp_path: Path) -> None:
+    jpg, png = picture("jpg"), picture("png")
+    cells = [
+        {"bytes": jpg, "path": "a.jpg"},
+        {"bytes": png, "path": "a.jpg"},
+        None,
+        {"bytes": None, "path": "a.jpg"},
+        {"bytes": b"", "path": "a.jpg"},
+        {"bytes": b"plain words", "path": None},
+        {"bytes": jpg[:-200], "path": "a.jpg"},
+        {"bytes": b"GIF89a" + bytes(99), "path": None},
+        {"bytes": png, "path": None},
+    ]
+    table = write_embedded(tmp_path / "t.parquet", {"image": cells}, row_group_size=4)
+    with pack(table, tmp_path / "ds", workers=1) as dataset:
+        assert list(dataset.keys) == ["t/00000000", "t/00000008"]
+        reasons = {int(path.rpartition(" ")[2]): reason for path, reason in skipped(dataset).items()}
+    expected = {
+        1: "its 'image': its name ends in .jpg, and its bytes are those of a .png file; correct the table",
+        2: "its 'image' is null, so it has no medium",
+        3: "its 'image' has a path and no bytes: embed the files",
+        4: "its 'image' is empty",
+        5: "its 'image': its bytes have no known format",
+        6: "truncated: the JPEG has no end",
+        7: "GIF is not read as it is",
+    }
+    assert {row: reason[: len(expected[row])] for row, reason in reasons.items()} == expected
+
+
+def test_captions_that_are_no_text_are_fields_and_values_that_json_lacks_skip_the_row(tmp_path: Path) -> None:
+    table = write_embedded(tmp_path / "t.parquet", {"image": pictures(1)}, {"caption": [["first", "second"]]})
+    with pack(table, tmp_path / "ds") as dataset:
+        (sample,) = dataset
+        assert sample.text == "first"
+    import decimal
+
+    table = write_embedded(tmp_path / "u.parquet", {"image": pictures(1)}, {"price": [decimal.Decimal("1.5")]})
+    with pytest.raises(UsageError, match="row 0: Object of type Decimal is not JSON serializable"):
+        pack(table, tmp_path / "d2")
+
+
+def test_schemas_that_cannot_become_samples_are_refused(tmp_path: Path) -> None:
+    lists = pa.table({"images": pa.array([[{"bytes": b"x", "path": "a.jpg"}]], pa.list_(EMBEDDED))})
+    pq.write_table(lists, tmp_path / "l.parquet")
+    with pytest.raises(UsageError, match="'images' holds lists of media, and a sample has one"):
+        gather([tmp_path / "l.parquet"])
+    with pytest.raises(UsageError, match="there is no column 'picture'"):
+        gather([tmp_path / "l.parquet"], Columns(bytes=("picture",)))
+    with pytest.raises(UsageError, match="'images' holds no bytes"):
+        gather([tmp_path / "l.parquet"], Columns(bytes=("images",)))
+    both = write_embedded(tmp_path / "m.parquet", dict.fromkeys(("x", "a b", "a_b"), pictures(1)))
+    with pytest.raises(UsageError, match="two columns would be the same member"):
+        gather([both])
+    pq.write_table(pa.table({"caption": ["no media"]}), tmp_path / "n.parquet")
+    with pytest.raises(UsageError, match="there is no column 'path'"):
+        gather([tmp_path / "n.parquet"])
+    with pytest.raises(UsageError, match=r"z\.parquet: it has no rows"):
+        pack(write_embedded(tmp_path / "z.parquet", {"image": []}), tmp_path / "ds")
+    with pytest.raises(UsageError, match="there is nothing to pack") as caught:
+        (tmp_path / "folder").mkdir()
+        shutil.copy(both, tmp_path / "folder")
+        pack(tmp_path / "folder", tmp_path / "ds")
+    assert "folder/*.parquet" in (caught.value.hint or "")
+
+
+def test_embedded_columns_names_them(tmp_path: Path) -> None:
+    table = write_embedded(
+        tmp_path / "t.parquet", {"image": pictures(1), "depth": pictures(1)}, {"n": [1], "b": [b"x"]}
+    )
+    assert embedded_columns(table) == embedded_columns(str(table)) == ("image", "depth")
+    with table.open("rb") as file, pq.ParquetFile(table) as opened:
+        assert embedded_columns(file) == embedded_columns(opened) == ("image", "depth")
+    pq.write_table(pa.table({"path": ["a"]}), tmp_path / "m.parquet")
+    assert embedded_columns(tmp_path / "m.parquet") == ()
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
+    with pytest.raises(UsageError, match="not a readable Parquet file"):
+        embedded_columns(tmp_path / "bad.parquet")
+    with pytest.raises(NotFoundError):
+        embedded_columns(tmp_path / "none.parquet")
+
+
+# --- damage and hostile files
+
+
+@pytest.mark.parametrize(
+    ("tail", "reason"),
+    [
+        (b"\xff\xff\xff\x7fPAR1", "its footer is larger than 64.0 MiB"),
+        (b"\x00\x00\x10\x00PAR1", "its footer is longer than the file"),
+        (b"\x10\x00\x00\x00PAR1", ""),
+        (b"\x10\x00\x00\x00PARE", "its footer is encrypted"),
+        (b"\x10\x00\x00\x00nope", "it does not end in PAR1"),
+    ],
+)
+def test_a_footer_that_lies_is_refused(tmp_path: Path, tail: bytes, reason: str) -> None:
+    table = write_embedded(tmp_path / "t.parquet", {"image": pictures(1)})
+    table.write_bytes(table.read_bytes()[:-8] + tail)
+    with pytest.raises(UsageError, match=f"not a readable Parquet file: {reason}"):
+        gather([table])
+    for size in (0, 3, 8, 11):
+        table.write_bytes(b"PAR1"[: size % 5] + bytes(max(0, size - 4)))
+        with pytest.raises(UsageError, match="not a readable Parquet file"):
+            gather([table])
+
+
+def test_a_footer_with_more_rows_than_the_file_can_hold_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"image": pa.nulls(200_000, EMBEDDED)}), tmp_path / "t.parquet")
+    assert (tmp_path / "t.parquet").stat().st_size < 10_000
+    with pytest.raises(UsageError, match="its footer claims 200000 rows"):
+        gather([tmp_path / "t.parquet"])
+
+
+def test_a_damaged_row_group_costs_its_rows_and_no_others(tmp_path: Path) -> None:
+    table = write_embedded(tmp_path / "t.parquet", {"image": pictures(6)}, row_group_size=2, compression="zstd")
+    middle = pq.ParquetFile(table).metadata.row_group(1).column(0)
+    data = bytearray(table.read_bytes())
+    start = middle.data_page_offset
+    data[start : start + middle.total_compressed_size] = bytes(middle.total_compressed_size)
+    table.write_bytes(data)
+    with pack(table, tmp_path / "ds", workers=2) as dataset:
+        assert list(dataset.keys) == [f"t/{i:08}" for i in (0, 1, 4, 5)]
+        reasons = skipped(dataset)
+        assert list(reasons) == [f"{table}, row 2", f"{table}, row 3"]
+        assert all("its row group is damaged" in reason for reason in reasons.values())
+
+
+def test_a_column_with_fewer_values_than_its_footer_states_is_damage(tmp_path: Path) -> None:
+    from headrace.dataio.shards.ingest.row_messages import RowRef, RowTask
+    from headrace.dataio.shards.ingest.row_reader import RowReader
+    from headrace.dataio.shards.media.messages import Failure
+
+    table = write_embedded(tmp_path / "t.parquet", {"image": pictures(2)})
+    (group, _) = gather([table]).groups
+    assert group.row is not None
+    answer = RowReader().read(RowTask(RowRef(group.row.group, 5), str(table), str(tmp_path / "scratch")))
+    assert isinstance(answer, Failure)
+    assert answer.reason == "the file has fewer rows than its footer states"
+
+
+# --- kills, stores, loaders
+
+
+def make_table(tmp_path: Path) -> Path:
+    cells = pictures(30)
+    return write_embedded(
+        tmp_path / "t.parquet", {"image": cells}, {"caption": [f"c{i}" for i in range(30)]}, row_group_size=7
+    )
+
+
+@pytest.mark.parametrize("point", ["pack.shard-stored", "units.recorded#2", "pack.index-stored"])
+def test_a_killed_pack_goes_on_and_ends_equal(tmp_path: Path, store_url: str, point: str) -> None:
+    table = make_table(tmp_path)
+    crash = {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(tmp_path / "mark")}
+    done = headrace_command.run("pack", "--shard-size", "20KiB", table, store_url, **crash)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with pytest.raises(NotFoundError, match="no dataset"):
+        Dataset(store_url)
+    with (
+        pack(table, store_url, shard_bytes=20 << 10) as again,
+        pack(table, tmp_path / "fresh", shard_bytes=20 << 10, workers=1) as fresh,
+    ):
+        assert len(fresh.document.shards) > 3
+        assert again.document.shards == fresh.document.shards
+        assert again.document.index == fresh.document.index
+        assert again.report is not None
+        assert again.report.resumed >= {"units.recorded#2": 2, "pack.index-stored": 3}.get(point, 0)
+
+
+@pytest.mark.s3
+def test_tables_in_a_bucket_become_the_shards_of_local_ones(
+    tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headrace.dataio.shards.ingest import source_stores
+
+    monkeypatch.setattr(source_stores, "_COPY_BYTES", 1000)
+    table = make_table(tmp_path)
+    keyed = write_embedded(tmp_path / "k.parquet", {"image": pictures(5)}, {"key": list("edcba")}, row_group_size=2)
+    with open_store(s3_url) as store:
+        store.put("in/t.parquet", table.read_bytes())
+        store.put("in/k.parquet", keyed.read_bytes())
+    with (
+        pack([table, keyed], tmp_path / "here") as here,
+        pack(f"{s3_url}/in/*.parquet", f"{s3_url}/ds") as there,
+    ):
+        assert there.document.shards == here.document.shards
+        assert [sample.key for sample in there][:5] == list("edcba")
+        assert len(there) == 35
+
+
+def test_a_table_that_changes_meanwhile_ends_the_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from headrace.dataio.core.errors import TransientError
+    from headrace.dataio.shards.ingest import pack as packing
+
+    table = make_table(tmp_path)
+
+    def gather_then_write(*arguments: Any) -> Any:
+        found = gather(*arguments)
+        table.write_bytes(table.read_bytes() + b"x")
+        return found
+
+    monkeypatch.setattr(packing, "gather", gather_then_write)
+    with pytest.raises(TransientError, match=r"t\.parquet changed while it was being packed"):
+        pack(table, tmp_path / "ds")
+
+
+def test_a_reading_process_that_dies_costs_its_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    from headrace.dataio.shards.ingest import row_pool
+
+    stub = (
+        "import os\n"
+        "from headrace.dataio.shards.ingest import row_reader\n"
+        "real = row_reader._files\n"
+        "row_reader._files = lambda row, task: os._exit(3) if task.row.row == 1 and task.row.group.number == 0 else real(row, task)\n"
+        "row_reader.serve_rows()\n"
+    )
+    monkeypatch.setattr(row_pool.RowPool.__init__, "__defaults__", ((sys.executable, "-c", stub),))
+    table = write_embedded(tmp_path / "t.parquet", {"image": pictures(5)}, row_group_size=3)
+    with pack(table, tmp_path / "ds") as dataset:
+        assert list(dataset.keys) == ["t/00000000", "t/00000003", "t/00000004"]
+        assert all("its row group: reading it crashed" in reason for reason in skipped(dataset).values())
+
+
+def test_a_loader_reads_the_result(tmp_path: Path) -> None:
+    cells = [{"bytes": picture("jpg", 32 + i, 24), "path": None} for i in range(6)]
+    table = write_embedded(tmp_path / "t.parquet", {"image": cells}, {"label": list(range(6))})
+    pack(table, tmp_path / "ds").close()
+    with FileLoader(str(tmp_path / "ds"), 2, files=["jpg", "json"], sidecar=None) as loader:
+        batches = list(loader)
+    found = {}
+    for batch in batches:
+        files = [bytes(file.numpy()) for file in batch["bytes"].split(batch["sizes"].flatten().tolist())]
+        found |= {json.loads(fields)["label"]: image for image, fields in zip(files[::2], files[1::2], strict=True)}
+    assert found == {i: one["bytes"] for i, one in enumerate(cells)}
+
+
+def test_the_limits_of_the_reader_are_those_of_the_documentation() -> None:
+    from headrace.dataio.shards.ingest import row_reader
+
+    page = Path(__file__).parents[4] / "docs" / "packing.md"
+    text = page.read_text()
+    assert row_reader.VALUE_BYTES == 1 << 30
+    assert embedded.FOOTER_BYTES == 64 << 20
+    assert "1 GiB" in text
