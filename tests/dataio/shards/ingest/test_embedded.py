@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import decimal
 import json
 import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from headrace.dataio import Columns, Dataset, append, pack
-from headrace.dataio.core.errors import ConflictError, NotFoundError, UsageError
-from headrace.dataio.shards.ingest import embedded
+from headrace.dataio import Columns, Dataset, Recipe, append, pack
+from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
+from headrace.dataio.shards.ingest import pack as packing
+from headrace.dataio.shards.ingest import plan, row_pool, source_stores
 from headrace.dataio.shards.ingest.embedded import embedded_columns
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.store.open import open_store
@@ -163,8 +167,6 @@ def test_captions_that_are_no_text_are_fields_and_values_that_json_lacks_skip_th
     with pack(table, tmp_path / "ds") as dataset:
         (sample,) = dataset
         assert sample.text == "first"
-    import decimal
-
     table = write_embedded(tmp_path / "u.parquet", {"image": pictures(1)}, {"price": [decimal.Decimal("1.5")]})
     with pytest.raises(UsageError, match="row 0: Object of type Decimal is not JSON serializable"):
         pack(table, tmp_path / "d2")
@@ -255,19 +257,6 @@ def test_a_damaged_row_group_costs_its_rows_and_no_others(tmp_path: Path) -> Non
         assert all("its row group is damaged" in reason for reason in reasons.values())
 
 
-def test_a_column_with_fewer_values_than_its_footer_states_is_damage(tmp_path: Path) -> None:
-    from headrace.dataio.shards.ingest.row_messages import RowRef, RowTask
-    from headrace.dataio.shards.ingest.row_reader import RowReader
-    from headrace.dataio.shards.media.messages import Failure
-
-    table = write_embedded(tmp_path / "t.parquet", {"image": pictures(2)})
-    (group, _) = gather([table]).groups
-    assert group.row is not None
-    answer = RowReader().read(RowTask(RowRef(group.row.group, 5), str(table), str(tmp_path / "scratch")))
-    assert isinstance(answer, Failure)
-    assert answer.reason == "the file has fewer rows than its footer states"
-
-
 # --- kills, stores, loaders
 
 
@@ -301,8 +290,6 @@ def test_a_killed_pack_goes_on_and_ends_equal(tmp_path: Path, store_url: str, po
 def test_tables_in_a_bucket_become_the_shards_of_local_ones(
     tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace.dataio.shards.ingest import source_stores
-
     monkeypatch.setattr(source_stores, "_COPY_BYTES", 1000)
     table = make_table(tmp_path)
     keyed = write_embedded(tmp_path / "k.parquet", {"image": pictures(5)}, {"key": list("edcba")}, row_group_size=2)
@@ -319,9 +306,6 @@ def test_tables_in_a_bucket_become_the_shards_of_local_ones(
 
 
 def test_a_table_that_changes_meanwhile_ends_the_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.dataio.core.errors import TransientError
-    from headrace.dataio.shards.ingest import pack as packing
-
     table = make_table(tmp_path)
 
     def gather_then_write(*arguments: Any) -> Any:
@@ -335,15 +319,12 @@ def test_a_table_that_changes_meanwhile_ends_the_pack(tmp_path: Path, monkeypatc
 
 
 def test_a_reading_process_that_dies_costs_its_row_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    from headrace.dataio.shards.ingest import row_pool
-
     stub = (
         "import os\n"
         "from headrace.dataio.shards.ingest import row_reader\n"
         "real = row_reader._files\n"
-        "row_reader._files = lambda row, task: os._exit(3) if task.row.row == 1 and task.row.group.number == 0 else real(row, task)\n"
+        "place = lambda task: (task.row.group.number, task.row.row)\n"
+        "row_reader._files = lambda row, task: os._exit(3) if place(task) == (0, 1) else real(row, task)\n"
         "row_reader.serve_rows()\n"
     )
     monkeypatch.setattr(row_pool.RowPool.__init__, "__defaults__", ((sys.executable, "-c", stub),))
@@ -366,11 +347,14 @@ def test_a_loader_reads_the_result(tmp_path: Path) -> None:
     assert found == {i: one["bytes"] for i, one in enumerate(cells)}
 
 
-def test_the_limits_of_the_reader_are_those_of_the_documentation() -> None:
-    from headrace.dataio.shards.ingest import row_reader
+def test_rows_can_be_sent_to_other_machines(tmp_path: Path) -> None:
+    (unit,) = plan.units(gather([make_table(tmp_path)]).groups, plan.Settings(shard_bytes=1 << 30))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(unit), type=plan.PackUnit) == unit
 
-    page = Path(__file__).parents[4] / "docs" / "packing.md"
-    text = page.read_text()
-    assert row_reader.VALUE_BYTES == 1 << 30
-    assert embedded.FOOTER_BYTES == 64 << 20
-    assert "1 GiB" in text
+
+def test_a_recipe_changes_embedded_videos(media: Path, tmp_path: Path) -> None:
+    table = write_embedded(tmp_path / "t.parquet", {"video": [cell(media / "h265.mp4")]}, {"n": [1]})
+    with pack(table, tmp_path / "ds", recipe=Recipe(container="mkv"), captions={"t/00000000": "mine"}) as dataset:
+        (sample,) = dataset
+        assert [member.ext for member in sample.members] == ["json", "mkv", "txt"]
+        assert sample.text == "mine"
