@@ -1,12 +1,12 @@
-"""Finds the samples in Parquet files that hold their media themselves, as Hugging Face `datasets` writes them.
+"""The layout of Parquet files that hold their media themselves, as Hugging Face `datasets` writes them.
 
 Purpose: the features `Image`, `Audio` and `Video` are columns of the type `struct<bytes: binary, path: string>`.
-`embedded_columns` finds them. `rows_of` lists the rows of such a file for a plan. The media are read later, row by row,
-by another process (`headrace.dataio.shards.ingest.row_reader`).
+`embedded_columns` finds them. `layout_of` describes such a file for a plan. It runs in the process that also reads the
+rows (`headrace.dataio.shards.ingest.row_reader`).
 
 Invariants:
 
-* Only the footer and the column with the keys are read here. Of a file in a store, only these bytes are copied.
+* Only the footer and the column with the keys are read here.
 * The schema decides what a column is. Its first column with media has the sample's own medium, unless the user names
   another one. Each further one is a further member of the sample.
 * A file with a column of paths is a manifest, unless the user names one of its columns as bytes.
@@ -21,40 +21,38 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import NotFoundError, UsageError
-from headrace.dataio.core.files import scratch_folder
-from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
-from headrace.dataio.shards.ingest.row_messages import EmbeddedColumn, RowGroup, RowRef
-from headrace.dataio.shards.ingest.source_stores import FileStat, SourceStores, is_url
+from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS
+from headrace.dataio.shards.ingest.row_messages import (
+    EmbeddedColumn,
+    Keys,
+    KeysResult,
+    KeysTask,
+    Layout,
+    LayoutResult,
+    LayoutTask,
+    Manifest,
+    RowGroup,
+    TableRefused,
+)
 
 FOOTER_BYTES = 64 * limits.MIB
 """The largest footer of a Parquet file."""
-_TAIL, _MAGIC = 8, b"PAR1"
+NOT_PARQUET = "not a readable Parquet file"
 _LEAST_ROWS, _BYTES_PER_ROW = 100_000, 64
 """A file may have this many rows, and one more for each 64 bytes: more rows than that hold no media."""
 _KEY_BATCH = 4096
 _MEMBER_NAME = re.compile(r"[^\w+.-]|^\.+|\.+$|\.(?=\.)")
-_WRITE_HINT = "write the file again"
+WRITE_HINT = "write the file again, or copy it again from its source"
 PARQUET_LIMITS = {
     "pre_buffer": False,
     "thrift_string_size_limit": FOOTER_BYTES,
     "thrift_container_size_limit": 10_000_000,
 }
 """How a Parquet file of others is opened."""
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddedRow:
-    """A row that is a sample: its place, its key if the file has one for it, and about how many bytes its media have."""
-
-    ref: RowRef
-    key: str | None
-    bytes: int
 
 
 def embedded_columns(source: str | os.PathLike[str] | BinaryIO | Any) -> tuple[str, ...]:
@@ -75,32 +73,30 @@ def embedded_columns(source: str | os.PathLike[str] | BinaryIO | Any) -> tuple[s
         return _media_columns(file.schema_arrow)
 
 
-def rows_of(path: str, info: FileStat, columns: Columns, stem: str, stores: SourceStores) -> list[EmbeddedRow] | None:
-    """Return the rows of a Parquet file with embedded media, or None if the file is a manifest.
+def answer(task: LayoutTask | KeysTask) -> LayoutResult | KeysResult:
+    """Answer a question about a file."""
+    path = task.path if isinstance(task, LayoutTask) else task.group.path
+    try:
+        return layout_of(task) if isinstance(task, LayoutTask) else Keys(tuple(_keys(task)))
+    except (UsageError, NotFoundError) as error:
+        return TableRefused(error.message, error.hint or "")
+    except MemoryError:
+        return TableRefused(f"{path}: {NOT_PARQUET}: reading it takes too much memory", WRITE_HINT)
 
-    `path` is a path or a URL. `stem` is the key of the file.
-    """
+
+def layout_of(task: LayoutTask) -> Layout | Manifest:
+    """Return the row groups of a file with embedded media, or say that the file is a manifest."""
     import pyarrow.parquet as pq
 
-    with _local_footer(path, info, stores) as (local, footer), _reading(path):
-        with pq.ParquetFile(local, **PARQUET_LIMITS) as file:
-            schema, metadata = file.schema_arrow, file.metadata
-        media = _choose_media(path, schema, columns)
+    with _reading(task.path), pq.ParquetFile(task.file, **PARQUET_LIMITS) as file:
+        schema, metadata = file.schema_arrow, file.metadata
+        media = _choose_media(task, schema)
         if media is None:
-            return None
-        key = _key_column(path, schema, columns)
-        groups = _row_groups(path, info, footer, metadata, media, stem, key, _caption_column(path, schema, columns))
-        keys = iter(())  # type: Iterator[str | None]
-        if key is not None:
-            if is_url(path):
-                ranges = [_key_range(metadata.row_group(group.number), key, footer) for group in groups]
-                stores.copy_ranges(path, info.size, ranges, local)
-            keys = _keys(local, path, key)
-        return [
-            EmbeddedRow(RowRef(group, row), next(keys, None), group.unpacked // group.rows)
-            for group in groups
-            for row in range(group.rows)
-        ]
+            return Manifest()
+        key, caption = _key_column(task, schema), _caption_column(task, schema)
+        groups = _row_groups(task, metadata, media, key, caption)
+        ranges = [] if key is None else [_key_range(metadata.row_group(one.number), key, task.footer) for one in groups]
+        return Layout(tuple(groups), tuple(ranges))
 
 
 # --- opening a file
@@ -112,49 +108,14 @@ def _reading(name: str) -> Iterator[None]:
 
     try:
         yield
-    except pa.ArrowException as error:
+    except (pa.ArrowException, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UsageError(f"{name}: not a readable Parquet file: {reason}", hint=_WRITE_HINT) from error
+        raise UsageError(f"{name}: {NOT_PARQUET}: {reason}", hint=WRITE_HINT) from error
     except OSError as error:
         if error.errno is None:  # Arrow's own, for a footer that cannot be parsed
             reason = " ".join(str(error).split())[:300]
-            raise UsageError(f"{name}: not a readable Parquet file: {reason}", hint=_WRITE_HINT) from error
+            raise UsageError(f"{name}: {NOT_PARQUET}: {reason}", hint=WRITE_HINT) from error
         raise NotFoundError(f"{name} cannot be read: {error.strerror or error}", hint="check path and mode") from error
-
-
-@contextlib.contextmanager
-def _local_footer(path: str, info: FileStat, stores: SourceStores) -> Iterator[tuple[str, int]]:
-    """Yield the path of a file with the footer, and the position of the footer in it.
-
-    Of an object, it is a file of the same size in which the rest is a hole.
-    """
-    if not is_url(path):
-        with _reading(path), open(path, "rb") as file:
-            file.seek(max(0, info.size - _TAIL))
-            yield path, _footer_position(path, info.size, file.read(_TAIL))
-        return
-    with scratch_folder("headrace-pack-") as folder:
-        local = str(Path(folder, "footer.parquet"))
-        tail = stores.reader(path)(max(0, info.size - _TAIL), min(_TAIL, info.size))
-        footer = _footer_position(path, info.size, tail)
-        stores.copy_ranges(path, info.size, [(footer, info.size - footer)], local)
-        yield local, footer
-
-
-def _footer_position(path: str, size: int, tail: bytes) -> int:
-    length = int.from_bytes(tail[:4], "little")
-    problem = ""
-    if tail[4:] == b"PARE":
-        problem = "its footer is encrypted"
-    elif tail[4:] != _MAGIC:
-        problem = "it does not end in PAR1"
-    elif length > FOOTER_BYTES:
-        problem = f"its footer is larger than {limits.format_bytes(FOOTER_BYTES)}"
-    elif length + _TAIL + len(_MAGIC) > size:
-        problem = "its footer is longer than the file"
-    if problem:
-        raise UsageError(f"{path}: not a readable Parquet file: {problem}", hint=_WRITE_HINT)
-    return size - _TAIL - length
 
 
 # --- the schema
@@ -191,13 +152,14 @@ def _holds_bytes(kind: Any) -> bool:
     )
 
 
-def _choose_media(path: str, schema: Any, columns: Columns) -> tuple[EmbeddedColumn, ...] | None:
+def _choose_media(task: LayoutTask, schema: Any) -> tuple[EmbeddedColumn, ...] | None:
     """Return the columns with media, the sample's own medium first. None means that the file is a manifest."""
-    named = [name for name in columns.bytes if name in schema.names]
-    has_paths = columns.path in schema.names
+    path = task.path
+    named = [name for name in task.bytes_columns if name in schema.names]
+    has_paths = task.path_column in schema.names
     if has_paths and not named:
         return None
-    if missing := [name for name in columns.bytes if name not in named]:
+    if missing := [name for name in task.bytes_columns if name not in named]:
         have = ", ".join(map(repr, schema.names)) or "none"
         raise UsageError(f"{path}: there is no column {missing[0]!r}", hint=f"--bytes-column names one; it has {have}")
     media = list(dict.fromkeys([*named, *_media_columns(schema)]))
@@ -220,7 +182,10 @@ def _check_types(path: str, schema: Any, media: list[str]) -> None:
         is_list = pa.types.is_list(field.type) or pa.types.is_large_list(field.type)
         if field.name in media:
             if not (_is_binary(field.type) or _is_embedded(field.type)):
-                raise UsageError(f"{path}: the column {field.name!r} holds no bytes: it is {field.type}")
+                raise UsageError(
+                    f"{path}: the column {field.name!r} holds no bytes: it is {field.type}",
+                    hint="--bytes-column names columns of the type binary, or of Hugging Face's media features",
+                )
         elif is_list and _is_embedded(field.type.value_type):
             raise UsageError(
                 f"{path}: the column {field.name!r} holds lists of media, and a sample has one",
@@ -237,19 +202,22 @@ def _member_name(column: str) -> str:
     return _MEMBER_NAME.sub("_", column).lower() or "_"
 
 
-def _key_column(path: str, schema: Any, columns: Columns) -> str | None:
+def _key_column(task: LayoutTask, schema: Any) -> str | None:
     import pyarrow as pa
 
-    kind = _value_type(path, schema, columns.key, "key", DEFAULT_COLUMNS.key)
+    kind = _value_type(task.path, schema, task.key_column, "key", DEFAULT_COLUMNS.key)
     if kind is not None and not (_is_text(kind) or pa.types.is_integer(kind)):
-        raise UsageError(f"{path}: the column {columns.key!r} must hold text or integers: it is {kind}")
-    return None if kind is None else columns.key
+        raise UsageError(
+            f"{task.path}: the column {task.key_column!r} must hold text or integers: it is {kind}",
+            hint="--key-column names another column",
+        )
+    return None if kind is None else task.key_column
 
 
-def _caption_column(path: str, schema: Any, columns: Columns) -> str | None:
+def _caption_column(task: LayoutTask, schema: Any) -> str | None:
     """Return the column with the captions. One that is not text, such as a list of captions, is a field."""
-    kind = _value_type(path, schema, columns.caption, "caption", DEFAULT_COLUMNS.caption)
-    return columns.caption if kind is not None and _is_text(kind) else None
+    kind = _value_type(task.path, schema, task.caption_column, "caption", DEFAULT_COLUMNS.caption)
+    return task.caption_column if kind is not None and _is_text(kind) else None
 
 
 def _value_type(path: str, schema: Any, column: str, role: str, usual: str) -> Any:
@@ -275,40 +243,33 @@ def _is_text(kind: Any) -> bool:
 
 
 def _row_groups(
-    path: str,
-    info: FileStat,
-    footer: int,
-    metadata: Any,
-    media: tuple[EmbeddedColumn, ...],
-    stem: str,
-    key: str | None,
-    caption: str | None,
+    task: LayoutTask, metadata: Any, media: tuple[EmbeddedColumn, ...], key: str | None, caption: str | None
 ) -> list[RowGroup]:
     """Return the row groups that have rows. Raise `UsageError` if the footer cannot be true."""
     groups, first = list[RowGroup](), 0
     for number in range(metadata.num_row_groups):
         found = metadata.row_group(number)
-        offset, end = _range_of(found, footer)
+        offset, end = _range_of(found, task.footer)
         first += found.num_rows
-        too_many = found.num_rows < 0 or first > _LEAST_ROWS + info.size // _BYTES_PER_ROW
-        if too_many or (found.num_rows and not 0 < offset <= end <= footer):
+        too_many = found.num_rows < 0 or first > _LEAST_ROWS + task.size // _BYTES_PER_ROW
+        if too_many or (found.num_rows and not 0 < offset <= end <= task.footer):
             raise UsageError(
-                f"{path}: not a readable Parquet file: its footer claims {first} rows, or data outside of the file",
-                hint=_WRITE_HINT,
+                f"{task.path}: {NOT_PARQUET}: its footer claims {first} rows, or data outside of the file",
+                hint=WRITE_HINT,
             )
         if found.num_rows:
             groups.append(
                 RowGroup(
-                    path=path,
-                    size=info.size,
-                    modified_ns=info.modified_ns,
-                    stem=stem,
+                    path=task.path,
+                    size=task.size,
+                    modified_ns=task.modified_ns,
+                    stem=task.stem,
                     number=number,
                     first=first - found.num_rows,
                     rows=found.num_rows,
                     offset=offset,
                     length=end - offset,
-                    footer=footer,
+                    footer=task.footer,
                     unpacked=_unpacked_bytes(found, media),
                     media=media,
                     key=key,
@@ -342,17 +303,17 @@ def _unpacked_bytes(group: Any, media: tuple[EmbeddedColumn, ...]) -> int:
     return sum(max(0, chunk.total_uncompressed_size) for chunk in chunks if chunk.path_in_schema in names)
 
 
-def _keys(local: str, path: str, column: str) -> Iterator[str | None]:
-    """Yield the key of each row, or None for a null."""
+def _keys(task: KeysTask) -> Iterator[str | None]:
+    """Yield the key of each row of a row group, or None for a null."""
     import pyarrow.parquet as pq
 
-    with _reading(path), pq.ParquetFile(local, buffer_size=limits.MIB, **PARQUET_LIMITS) as file:
-        for batch in file.iter_batches(_KEY_BATCH, columns=[column], use_threads=False):
-            try:
-                values = batch.column(column).to_pylist()
-            except UnicodeDecodeError as error:
-                raise UsageError(f"{path}: the column {column!r} is not UTF-8", hint="save it as UTF-8") from error
-            for value in values:
+    path, column = task.group.path, task.group.key
+    with _reading(path), pq.ParquetFile(task.file, buffer_size=limits.MIB, **PARQUET_LIMITS) as file:
+        for batch in file.iter_batches(_KEY_BATCH, [task.group.number], [column], use_threads=False):
+            for value in batch.column(column).to_pylist():
                 if value is not None and len(str(value)) > limits.OBJECT_KEY_BYTES:
-                    raise UsageError(f"{path}: a key has more than {limits.OBJECT_KEY_BYTES} characters")
+                    raise UsageError(
+                        f"{path}: a key has more than {limits.OBJECT_KEY_BYTES} characters",
+                        hint="--key-column names another column",
+                    )
                 yield None if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Rows of Parquet files with embedded media: how a plan names them, and the messages to the process that reads them.
+"""Parquet files with embedded media: how a plan names their rows, and the messages to the process that reads them.
 
 Invariants:
 
@@ -78,12 +78,77 @@ class RowRef(msgspec.Struct, frozen=True):
         return f"{self.group.stem}/{self.group.first + self.row:08}"
 
 
-class RowTask(msgspec.Struct, frozen=True):
+# --- requests
+
+
+class LayoutTask(msgspec.Struct, frozen=True, kw_only=True, tag="layout"):
+    """A request for the layout of a Parquet file.
+
+    Args:
+        file: the file, or a file of the same size that has its footer.
+        path: the path or URL of the file, for messages and for `RowGroup`.
+        size: its size in bytes.
+        modified_ns: its modification time in nanoseconds.
+        footer: the position of its footer.
+        stem: the key of the file.
+        path_column: the column that makes it a manifest.
+        key_column: the column with the keys.
+        caption_column: the column with the captions.
+        bytes_columns: the columns with media that the user names.
+    """
+
+    file: str
+    path: str
+    size: int
+    modified_ns: int
+    footer: int
+    stem: str
+    path_column: str
+    key_column: str
+    caption_column: str
+    bytes_columns: tuple[str, ...]
+
+
+class KeysTask(msgspec.Struct, frozen=True, tag="keys"):
+    """A request for the keys of the rows of a row group. `file` is the file, or a file with its footer and its keys."""
+
+    file: str
+    group: RowGroup
+
+
+class RowTask(msgspec.Struct, frozen=True, tag="row"):
     """A request to write the media of a row to files in `folder`. `file` is the file or a local copy of it."""
 
     row: RowRef
     file: str
     folder: str
+
+
+# --- answers
+
+
+class TableRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """The file cannot become samples. The fields are those of a `UsageError`."""
+
+    message: str
+    hint: str
+
+
+class Manifest(msgspec.Struct, frozen=True, tag="manifest"):
+    """The file has no embedded media, or has a column with paths. So it is a manifest."""
+
+
+class Layout(msgspec.Struct, frozen=True, tag="layout"):
+    """The row groups with rows, and where in the file the keys of each begin and how long they are (none: no keys)."""
+
+    groups: tuple[RowGroup, ...]
+    keys: tuple[tuple[int, int], ...]
+
+
+class Keys(msgspec.Struct, frozen=True, tag="keys"):
+    """The key of each row. None means that the row has none."""
+
+    keys: tuple[str | None, ...]
 
 
 class RowFiles(msgspec.Struct, frozen=True, tag="row"):
@@ -95,9 +160,12 @@ class RowFiles(msgspec.Struct, frozen=True, tag="row"):
     fields: str | None
 
 
+LayoutResult = Layout | Manifest | TableRefused
+KeysResult = Keys | TableRefused
 RowResult = RowFiles | Failure
 
-encode_row_task = msgspec.msgpack.Encoder().encode
-decode_row_task = msgspec.msgpack.Decoder(RowTask).decode
-encode_row_result = msgspec.msgpack.Encoder().encode
-decode_row_result = msgspec.msgpack.Decoder(RowResult).decode
+encode_message = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(LayoutTask | KeysTask | RowTask).decode
+decode_layout = msgspec.msgpack.Decoder(LayoutResult).decode
+decode_keys = msgspec.msgpack.Decoder(KeysResult).decode
+decode_row = msgspec.msgpack.Decoder(RowResult).decode

@@ -31,14 +31,15 @@ from headrace.dataio.shards.ingest.row_messages import (
     RowRef,
     RowResult,
     RowTask,
-    decode_row_result,
-    encode_row_task,
+    decode_row,
+    encode_message,
 )
 from headrace.dataio.shards.ingest.source_stores import SourceStores, is_url
 from headrace.dataio.shards.media.messages import Failure
 from headrace.dataio.shards.workers.worker_pool import WorkerPool
 
-_COMMAND = run_module("headrace.dataio.shards.ingest.row_reader")
+READER = run_module("headrace.dataio.shards.ingest.row_reader")
+"""The command that starts the reading process."""
 _RETRY_HINT = "pack again when nothing writes to the input"
 
 
@@ -58,7 +59,7 @@ class RowPool:
         command: the command that starts the reading process.
     """
 
-    def __init__(self, stores: SourceStores | None, command: Sequence[str] = _COMMAND) -> None:
+    def __init__(self, stores: SourceStores | None, command: Sequence[str] = READER) -> None:
         self._stores = stores
         self._pool = WorkerPool(command, ROWS_HELLO, 1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rows")
@@ -78,9 +79,9 @@ class RowPool:
             return Failure(row.display_name, CapacityError.code, error.strerror or str(error), scratch_full=True)
         if self._failure is not None:
             return Failure(row.display_name, self._failure.code, self._failure.reason)
-        request = encode_row_task(RowTask(row, self._file, folder))
+        request = encode_message(RowTask(row, self._file, folder))
         try:
-            answer: RowResult = self._pool.ask(request, seconds_for(row.group), decode_row_result)
+            answer: RowResult = self._pool.ask(request, seconds_for(row.group), decode_row)
         except (DeadlineError, CorruptionError) as error:
             self._failure = Failure(row.display_name, error.code, f"its row group: {error.message}")
             return self._failure

@@ -1,7 +1,9 @@
 """The process that reads the rows of Parquet files with embedded media: `python -m headrace.dataio.shards.ingest.row_reader`.
 
 Purpose: write the media of a row to files, from which the probe workers make a sample like from other files. Parquet
-can only be read from the beginning of a row group, so one process reads all rows in the order of the plan.
+can only be read from the beginning of a row group, so one process reads all rows in the order of the plan. It also
+answers the questions about a file that a plan needs (`headrace.dataio.shards.ingest.embedded`): a hostile footer can
+abort the process that parses it.
 
 Invariants:
 
@@ -28,7 +30,7 @@ import pyarrow.parquet as pq
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError, UsageError
-from headrace.dataio.shards.ingest.embedded import PARQUET_LIMITS
+from headrace.dataio.shards.ingest.embedded import PARQUET_LIMITS, answer
 from headrace.dataio.shards.ingest.manifests import fields_json
 from headrace.dataio.shards.ingest.row_messages import (
     ROWS_HELLO,
@@ -37,8 +39,8 @@ from headrace.dataio.shards.ingest.row_messages import (
     RowGroup,
     RowResult,
     RowTask,
-    decode_row_task,
-    encode_row_result,
+    decode_request,
+    encode_message,
 )
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS
 from headrace.dataio.shards.media.messages import TEXT_BYTES, Failure
@@ -219,7 +221,12 @@ def serve_rows() -> None:
     """Serve the packer's requests until standard input ends."""
     worker.confine(MEMORY_BYTES)
     reader = RowReader()
-    worker.serve(ROWS_HELLO, lambda frame: encode_row_result(reader.read(decode_row_task(frame))))
+
+    def serve_one(frame: bytes) -> bytes:
+        task = decode_request(frame)
+        return encode_message(reader.read(task) if isinstance(task, RowTask) else answer(task))
+
+    worker.serve(ROWS_HELLO, serve_one)
 
 
 if __name__ == "__main__":

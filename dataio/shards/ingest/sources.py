@@ -49,11 +49,11 @@ from pathlib import Path
 
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest.embedded import EmbeddedRow, rows_of
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, EXTENSIONS, Columns, Row, rows
 from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.ingest.row_messages import RowRef
 from headrace.dataio.shards.ingest.source_stores import WILDCARD, FileStat, SourceStores, is_url
+from headrace.dataio.shards.ingest.tables import EmbeddedRow, Tables
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, unused_media
 from headrace.dataio.shards.media.messages import Span
 from headrace.dataio.store.base import check_key
@@ -160,14 +160,16 @@ def gather(
             if item.is_named or not is_excluded(absolute):
                 input_files.setdefault(absolute, item)
     by_stem: dict[tuple[str, str], list[tuple[_InputFile, FileStat]]] = {}
+    tables = list[tuple[_InputFile, FileStat]]()
     for item in input_files.values():
         info = item.info or _stat(item.path, collected.skipped)
         if info is None:
             continue
         if _ext(item.path) in EXTENSIONS and (item.is_named or item.from_glob):
-            collected.add_table(item, info, columns)
+            tables.append((item, info))
         else:
             by_stem.setdefault(item.stem, []).append((item, info))
+    collected.add_tables(tables, columns)
     _join_to_media(by_stem)
     for files in by_stem.values():
         collected.add_files(files)
@@ -253,17 +255,19 @@ class _Collector:
     def _skip_in(self, path: str, key: str, reason: str) -> None:
         self.skipped.append(Skipped(f"{path}: sample {key!r}", UnsupportedError.code, reason))
 
-    def add_table(self, item: _InputFile, info: FileStat, columns: Columns) -> None:
-        """Add one sample for each row of a manifest, or of a Parquet file with embedded media."""
-        embedded = None
-        if _ext(item.path) == "parquet":
-            embedded = rows_of(item.path, info, columns, _key(item), self._stores)
-        if embedded is None:
-            self.add_manifest(item.path, info, columns)
-        elif embedded:
-            self.groups += map(_embedded_group, embedded)
-        else:
-            self.skipped.append(Skipped(item.path, UnsupportedError.code, "it has no rows"))
+    def add_tables(self, tables: Iterable[tuple[_InputFile, FileStat]], columns: Columns) -> None:
+        """Add one sample for each row of manifests and of Parquet files with embedded media."""
+        with Tables(self._stores) as reader:
+            for item, info in tables:
+                embedded = None
+                if _ext(item.path) == "parquet":
+                    embedded = reader.rows_of(item.path, info, columns, _key(item))
+                if embedded is None:
+                    self.add_manifest(item.path, info, columns)
+                elif embedded:
+                    self.groups += map(_embedded_group, embedded)
+                else:
+                    self.skipped.append(Skipped(item.path, UnsupportedError.code, "it has no rows"))
 
     def add_manifest(self, manifest: str, info: FileStat, columns: Columns) -> None:
         """Add one sample for each row of a manifest."""

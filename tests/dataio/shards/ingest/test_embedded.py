@@ -18,7 +18,7 @@ import pytest
 from headrace.dataio import Columns, Dataset, Recipe, append, pack
 from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
 from headrace.dataio.shards.ingest import pack as packing
-from headrace.dataio.shards.ingest import plan, row_pool, source_stores
+from headrace.dataio.shards.ingest import plan, row_pool, source_stores, tables
 from headrace.dataio.shards.ingest.embedded import embedded_columns
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.store.open import open_store
@@ -53,7 +53,11 @@ def skipped(dataset: Dataset) -> dict[str, str]:
 )
 def test_every_row_is_a_sample_with_its_bytes_caption_and_fields(tmp_path: Path, options: dict[str, Any]) -> None:
     cells = pictures(5)
-    others = {"caption": ["one", None, "", "four", "five"], "label": list(range(5)), "tags": [["a"], [], None, [], []]}
+    others: dict[str, Any] = {
+        "caption": ["one", None, "", "four", "five"],
+        "label": list(range(5)),
+        "tags": [["a"], [], None, [], []],
+    }
     table = write_embedded(tmp_path / "train.parquet", {"image": cells}, others, **options)
     with pack(table, tmp_path / "ds", workers=1) as dataset:
         assert [sample.key for sample in dataset] == [f"train/{i:08}" for i in range(5)]
@@ -236,6 +240,20 @@ def test_a_footer_that_lies_is_refused(tmp_path: Path, tail: bytes, reason: str)
             gather([table])
 
 
+def test_a_footer_that_aborts_the_process_that_parses_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = (
+        "import os\n"
+        "from headrace.dataio.shards.ingest import row_reader\n"
+        "row_reader.answer = lambda task: os.abort()\n"
+        "row_reader.serve_rows()\n"
+    )
+    monkeypatch.setattr(tables.Tables.__init__, "__defaults__", ((sys.executable, "-c", stub),))
+    with pytest.raises(UsageError, match=r"t\.parquet: not a readable Parquet file: .*SIGABRT"):
+        gather([make_table(tmp_path)])
+
+
 def test_a_footer_with_more_rows_than_the_file_can_hold_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"image": pa.nulls(200_000, EMBEDDED)}), tmp_path / "t.parquet")
     assert (tmp_path / "t.parquet").stat().st_size < 10_000
@@ -340,7 +358,7 @@ def test_a_loader_reads_the_result(tmp_path: Path) -> None:
     pack(table, tmp_path / "ds").close()
     with FileLoader(str(tmp_path / "ds"), 2, files=["jpg", "json"], sidecar=None) as loader:
         batches = list(loader)
-    found = {}
+    found = dict[int, bytes]()
     for batch in batches:
         files = [bytes(file.numpy()) for file in batch["bytes"].split(batch["sizes"].flatten().tolist())]
         found |= {json.loads(fields)["label"]: image for image, fields in zip(files[::2], files[1::2], strict=True)}

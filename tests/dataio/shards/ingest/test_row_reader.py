@@ -81,11 +81,10 @@ def test_a_full_scratch_folder_is_no_fault_of_the_row(
 def test_memory_that_does_not_suffice_is_said_for_every_later_row(
     groups: tuple[Group, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def exhausted(*_: object) -> Iterator[Any]:
+    def exhausted(_: object) -> Any:
         raise pa.ArrowMemoryError("malloc of size 99 failed")
-        yield
 
-    monkeypatch.setattr(row_reader, "_batches", exhausted)
+    monkeypatch.setattr(row_reader, "_batches", lambda *_: map(exhausted, [0]))
     reader = RowReader()
     for group in groups[:2]:
         answer = read(reader, group, tmp_path)
