@@ -9,7 +9,7 @@ Invariants:
 
 * A row group is decoded once if its rows are requested in order. An earlier row, or another row group, opens it again.
 * The process holds the current pages of each column and about `_BATCH_BYTES` of rows. Allocations fail above
-  `MEMORY_BYTES`, since Parquet written by others may have pages of any size.
+  `MEMORY_BYTES`, since a page may have up to 2 GiB.
 * A value of more than `VALUE_BYTES` is refused.
 * Arrow's threads are not used.
 
@@ -47,7 +47,7 @@ from headrace.dataio.shards.media.messages import TEXT_BYTES, Failure
 from headrace.dataio.shards.media.signatures import HEAD_BYTES, extension_of, format_of
 from headrace.dataio.shards.workers import worker
 
-MEMORY_BYTES = 8 * limits.GIB
+MEMORY_BYTES = min(8 * limits.GIB, limits.memory_bytes() // 2)
 """The memory limit of the process. Arrow needs up to four times the bytes of the largest page."""
 VALUE_BYTES = 1 * limits.GIB
 """The most bytes of one embedded medium."""
