@@ -83,7 +83,9 @@ class RowPool:
         try:
             answer: RowResult = self._pool.ask(request, seconds_for(row.group), decode_row)
         except (DeadlineError, CorruptionError) as error:
-            self._failure = Failure(row.display_name, error.code, f"its row group: {error.message}; are its pages too large?")
+            self._failure = Failure(
+                row.display_name, error.code, f"its row group: {error.message}; are its pages too large?"
+            )
             return self._failure
         return answer
 

@@ -288,13 +288,18 @@ def make_table(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("point", ["pack.shard-stored", "units.recorded#2", "pack.index-stored"])
 def test_a_killed_pack_goes_on_and_ends_equal(tmp_path: Path, store_url: str, point: str) -> None:
     table = make_table(tmp_path)
+    source = str(table)
+    if store_url.startswith("s3://"):
+        with open_store(f"{store_url}-in") as store:
+            store.put("t.parquet", table.read_bytes())
+        source = f"{store_url}-in/t.parquet"
     crash = {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(tmp_path / "mark")}
-    done = headrace_command.run("pack", "--shard-size", "20KiB", table, store_url, **crash)
+    done = headrace_command.run("pack", "--shard-size", "20KiB", source, store_url, **crash)
     assert done.returncode == -signal.SIGKILL, done.stderr
     with pytest.raises(NotFoundError, match="no dataset"):
         Dataset(store_url)
     with (
-        pack(table, store_url, shard_bytes=20 << 10) as again,
+        pack(source, store_url, shard_bytes=20 << 10) as again,
         pack(table, tmp_path / "fresh", shard_bytes=20 << 10, workers=1) as fresh,
     ):
         assert len(fresh.document.shards) > 3
