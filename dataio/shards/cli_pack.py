@@ -135,7 +135,12 @@ def pack(args: argparse.Namespace) -> int:
             args.destination,
             shard_bytes=limits.parse_bytes(args.shard_size),
             strict=args.strict,
-            columns=Columns(args.path_column, args.key_column, args.caption_column, tuple(args.bytes_column)),
+            columns=Columns(
+                path=args.path_column,
+                key=args.key_column,
+                caption=args.caption_column,
+                bytes=tuple(args.bytes_column),
+            ),
             recipe=_recipe(args),
             text_field=args.text_field,
             engine=args.engine,
