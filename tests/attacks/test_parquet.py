@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,7 +32,7 @@ def rows_of(tables: Tables, path: Path) -> list[EmbeddedRow]:
 def test_changed_bytes_are_refused_or_cost_rows_and_never_this_process(tmp_path: Path, seed: int) -> None:
     """Seed 1 has a footer that makes Arrow abort."""
     cells = [{"bytes": picture("png", 32 + i, 24), "path": None} for i in range(6)]
-    others = {"key": list("abcdef"), "caption": ["x"] * 6, "n": list(range(6))}
+    others: dict[str, Any] = {"key": list("abcdef"), "caption": ["x"] * 6, "n": list(range(6))}
     path = write_embedded(
         tmp_path / "t.parquet", {"image": cells}, others, row_group_size=2, use_dictionary=True, compression="snappy"
     )

@@ -9,7 +9,8 @@ Invariants:
 * Only the footer and the column with the keys are read here.
 * The schema decides what a column is. Its first column with media has the sample's own medium, unless the user names
   another one. Each further one is a further member of the sample.
-* A file with a column of paths is a manifest, unless the user names one of its columns as bytes.
+* A file with a column of paths is a manifest, unless the user names one of its columns as bytes. If it also has media,
+  the user has to decide.
 * The footer is hostile input: its size, its row counts and all positions are checked against the file's size.
 
 Failure behaviour: a file that is not Parquet, and a schema that cannot become samples, raise `UsageError`.
@@ -90,7 +91,7 @@ def layout_of(task: LayoutTask) -> Layout | Manifest:
 
     with _reading(task.path), pq.ParquetFile(task.file, **PARQUET_LIMITS) as file:
         schema, metadata = file.schema_arrow, file.metadata
-        media = _choose_media(task, schema)
+        media = _choose_media(task, schema, metadata)
         if media is None:
             return Manifest()
         key, caption = _key_column(task, schema), _caption_column(task, schema)
@@ -152,12 +153,17 @@ def _holds_bytes(kind: Any) -> bool:
     )
 
 
-def _choose_media(task: LayoutTask, schema: Any) -> tuple[EmbeddedColumn, ...] | None:
+def _choose_media(task: LayoutTask, schema: Any, metadata: Any) -> tuple[EmbeddedColumn, ...] | None:
     """Return the columns with media, the sample's own medium first. None means that the file is a manifest."""
     path = task.path
     named = [name for name in task.bytes_columns if name in schema.names]
     has_paths = task.path_column in schema.names
     if has_paths and not named:
+        if embedded := [name for name in _media_columns(schema) if _has_bytes(metadata, name)]:
+            raise UsageError(
+                f"{path}: it has paths in {task.path_column!r} and media in {embedded[0]!r}",
+                hint=f"--bytes-column {embedded[0]} packs these media; as a manifest it may not have them",
+            )
         return None
     if missing := [name for name in task.bytes_columns if name not in named]:
         have = ", ".join(map(repr, schema.names)) or "none"
@@ -170,6 +176,19 @@ def _choose_media(task: LayoutTask, schema: Any) -> tuple[EmbeddedColumn, ...] |
     if len(set(members)) < len(members):
         raise UsageError(f"{path}: two columns would be the same member of a sample", hint="rename one of them")
     return (EmbeddedColumn(media[0]), *map(EmbeddedColumn, media[1:], members))
+
+
+def _has_bytes(metadata: Any, column: str) -> bool:
+    """Return whether a cell of the column may have bytes. If files are not embedded, all cells have a path only."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.path_in_schema == f"{column}.bytes":
+                statistics = chunk.statistics
+                nulls = None if statistics is None or not statistics.has_null_count else statistics.null_count
+                if nulls is None or nulls < group.num_rows:
+                    return True
+    return False
 
 
 def _check_types(path: str, schema: Any, media: list[str]) -> None:

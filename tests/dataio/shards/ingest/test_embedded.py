@@ -119,6 +119,20 @@ def test_a_plain_binary_column_is_media_if_it_is_named(tmp_path: Path) -> None:
         assert len(dataset) == 3
 
 
+def test_a_table_with_paths_and_media_is_refused_until_the_user_decides(make_wav: MakeWav, tmp_path: Path) -> None:
+    wav = make_wav(tmp_path / "a.wav")
+    paths = {"path": ["a.wav"], "sentence": ["hello"]}  # as Common Voice has them
+    table = write_embedded(tmp_path / "t.parquet", {"audio": [cell(wav)]}, paths)
+    with pytest.raises(UsageError, match="it has paths in 'path' and media in 'audio'") as caught:
+        gather([table])
+    assert "--bytes-column audio" in (caught.value.hint or "")
+    with pack(table, tmp_path / "ds", columns=Columns(bytes=("audio",)), text_field="sentence") as dataset:
+        assert [(sample.key, sample.text) for sample in dataset] == [("t/00000000", "hello")]
+    write_embedded(tmp_path / "m.parquet", {"audio": [{"bytes": None, "path": "a.wav"}]}, paths)
+    with pack(tmp_path / "m.parquet", tmp_path / "d2") as dataset:
+        assert list(dataset.keys) == ["a"]
+
+
 def test_keys_come_from_their_column_and_the_order_from_the_file(tmp_path: Path) -> None:
     write_embedded(
         tmp_path / "in/b.parquet", {"image": pictures(4)}, {"key": ["z", None, "a/b.c", "y"]}, row_group_size=3
