@@ -8,7 +8,7 @@ Invariants:
 * Rows are read one after the other, so a row group is decoded once. Meanwhile, the probe workers examine earlier rows.
 * Of an object in a store, the row group and the footer are copied, into one file that has the rest as a hole. It is
   replaced when the next row group begins.
-* The file must have the size and the time that the plan has.
+* A local file must have the size and the time that the plan has. An object must have the size.
 
 Failure behaviour: if the reading process hangs or crashes, this row and all later rows of its row group have the same
 `Failure`. A file that changed raises `TransientError`. Errors of a store pass through. If the scratch folder is full,
