@@ -25,11 +25,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "workloads.latents:latents",
         "latents, embeddings and captions, compared with other loaders and preadv",
     ),
+    "media": (
+        "workloads.media:media",
+        "images and videos in one order, raw planes and files in place, each compared with the plain case",
+    ),
     "resume": ("workloads.resume:resume", "resuming in the middle of an epoch, compared with other loaders"),
     "checkpoint": (
         "workloads.checkpoint:checkpoint",
         "saves and restores, compared with torch.save and torch.distributed.checkpoint",
     ),
+    "publish": ("workloads.publish:publish", "new weights for a subscriber, compared with safetensors files"),
     "sidecar": ("workloads.sidecar:sidecar", "throughput, latency and memory of the node's daemon"),
     "simulate": ("workloads.simulate:simulate", "a model of 8 to 16,384 GPUs: reading, checkpoints, goodput"),
     "report": ("core.report:report", "Markdown tables of results files"),

@@ -15,11 +15,12 @@ from headrace.dataio.core.imports import exports
 if TYPE_CHECKING:
     from headrace.checkpoint.api import Checkpointer
     from headrace.checkpoint.handle import Handle, SaveResult
+    from headrace.checkpoint.publishing.subscriber import Subscriber
     from headrace.checkpoint.repository.retention import Keep
     from headrace.checkpoint.restoring.saved_step import read
     from headrace.checkpoint.rng import RNG
 
-__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "read"]
+__all__ = ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "Subscriber", "read"]
 
 _WHERE = {
     "Checkpointer": "headrace.checkpoint.api",
@@ -27,6 +28,7 @@ _WHERE = {
     "Keep": "headrace.checkpoint.repository.retention",
     "RNG": "headrace.checkpoint.rng",
     "SaveResult": "headrace.checkpoint.handle",
+    "Subscriber": "headrace.checkpoint.publishing.subscriber",
     "read": "headrace.checkpoint.restoring.saved_step",
 }
 

@@ -15,8 +15,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from headrace.checkpoint import preemption
 from headrace.checkpoint.format import names
@@ -46,6 +49,10 @@ from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.url_policy import scheme_of
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.publishing.background import BackgroundPublisher
+    from headrace.checkpoint.publishing.records import Published
 
 _log = get_logger(__name__)
 PRIORITIES = ("normal", "preemption")
@@ -177,6 +184,7 @@ class Checkpointer:
             options=options,
         )
         self._restorer = Restorer(self._store, ranks=self._ranks, lineage=self._lineage, sidecar=sidecar, direct=direct)
+        self._publisher: BackgroundPublisher | None = None
         self._wait, self._closed, self._pid = timeout, False, os.getpid()
 
     def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle:
@@ -358,6 +366,56 @@ class Checkpointer:
             self._saves.start_over()
         return restored.base.step
 
+    def publish(
+        self,
+        name: str,
+        step: int | str | Handle = "latest",
+        *,
+        include: str | Iterable[str] = "model/*",
+        exclude: str | Iterable[str] = (),
+        dtype: torch.dtype | str | None = None,
+        move: bool = False,
+    ) -> Future[Published] | None:
+        """Publish the weights of a step as the next version of `name`, in the background.
+
+        `headrace.checkpoint.Subscriber` follows the name. Rank 0 publishes; on the other ranks nothing happens.
+
+        Args:
+            name (str): The name: letters, digits, dots, dashes and underscores, at most 100.
+            step (int | str | Handle): A step's number, "latest", or the handle of a save, whose commit is awaited.
+                Default: "latest".
+            include (str | Iterable[str]): Patterns on paths, as in `restore`. Default: "model/*". If all paths have the
+                same first part, the published names leave it out.
+            exclude (str | Iterable[str]): Patterns of tensors to leave out. Default: none.
+            dtype (torch.dtype | str | None): Convert floating-point tensors to this type. Default: None, as saved.
+            move (bool): Publish also if the version before is of another run. Default: False.
+
+        Returns:
+            Future[Published] | None: The version, once it is published. None on ranks other than 0.
+
+        Raises:
+            UsageError: An argument is invalid.
+            DeadlineError: Earlier versions still wait to be published after `timeout`.
+
+        Example:
+            >>> import tempfile, torch
+            >>> with Checkpointer(tempfile.mkdtemp(), run="exp42", sidecar=None) as checkpointer:
+            ...     handle = checkpointer.save(1, {"model": torch.nn.Linear(4, 2)})
+            ...     checkpointer.publish("policy", handle, dtype=torch.bfloat16).result(timeout=60).number
+            1
+        """
+        from headrace.checkpoint.publishing.background import BackgroundPublisher
+        from headrace.checkpoint.publishing.records import folder
+        from headrace.checkpoint.publishing.source import check_choice
+
+        self._check_open()
+        folder(name)
+        choice = check_choice(include, exclude, dtype)
+        if self._ranks.rank:
+            return None
+        self._publisher = self._publisher or BackgroundPublisher(self._store, self._run, self._wait)
+        return self._publisher.submit(name, step, choice, move)
+
     @property
     def run(self) -> str:
         """The run that this checkpointer saves to."""
@@ -398,6 +456,8 @@ class Checkpointer:
         self._closed = True
         try:
             self._saves.wait_for_all(self._wait if timeout is None else timeout)
+            if self._publisher is not None:
+                self._publisher.close()
             if self._retention is not None:
                 self._retention.wait(self._wait if timeout is None else timeout)
             self._saves.raise_unfetched()

@@ -1,6 +1,6 @@
 """`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository, and add up their sizes.
 
-Invariant: the command runs without torch. `ls`, `du`, `check` and `show` change nothing, except that they write the
+Invariant: the command runs without torch. `ls`, `du`, `check`, `show` and `state` change nothing, except that they write the
 missing COMMIT of a complete attempt, as every reader does. `ls`, `du` and `check` may also write a lease and delete it
 (`survey`). `retain` and `gc` print a plan and change nothing without `--apply`.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. The next collection finishes one
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.checkpoint import cli_publish, object_states
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
@@ -35,6 +36,7 @@ _MAX_HITS = 5
 _HELP = {
     "du": "add up the stored bytes of each run",
     "show": "describe one step: its ranks, bytes and codecs; --tensors lists its tensors",
+    "state": "print the state of an object in a step as JSON, such as the position of a loader",
     "retain": "remove old steps: prints a plan; --apply executes it",
     "gc": "delete objects that no step needs: prints a plan; --apply executes it",
     "tag": "set a tag; retention keeps tagged steps",
@@ -43,7 +45,7 @@ _HELP = {
 }
 
 
-_NEED_RUN = {"show", "retain", "tag"}
+_NEED_RUN = {"show", "state", "retain", "tag", "publish"}
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
@@ -69,7 +71,13 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     parsers["show"].add_argument("--tensors", action="store_true", help="list every tensor by its path in the state")
     for name in ("tag", "untag"):
         parsers[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
-    for name in ("tag", "show"):
+    parsers["state"].add_argument(
+        "--name", metavar="NAME", help="the object's path in the state, such as loader (default: the only one)"
+    )
+    parsers["state"].add_argument(
+        "--rank", type=int, default=0, metavar="N", help="the rank that saved it (default: 0)"
+    )
+    for name in ("tag", "show", "state"):
         parsers[name].add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
     parsers["tag"].add_argument("--move", action="store_true", help="move the tag if another step has it")
 
@@ -84,6 +92,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     for action in (listing, checking):
         _add_common(action)
     add(actions, _add_common)
+    cli_publish.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -157,6 +166,14 @@ def _show(store: Store, options: argparse.Namespace) -> int:
         return 0
     for line in check.lines(shown):
         print(one_line(line))
+    return 0
+
+
+def _state(store: Store, options: argparse.Namespace) -> int:
+    if not options.run:
+        raise UsageError("state needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
+    states = object_states.object_states(store, options.run, options.step, options.rank)
+    print(json.dumps(object_states.object_state(states, options.name)))
     return 0
 
 
@@ -257,9 +274,11 @@ def _line(tag: tags.Tag) -> str:
 COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     "du": _du,
     "show": _show,
+    "state": _state,
     "retain": _retain,
     "gc": _gc,
     "tag": _tag,
     "untag": _untag,
     "tags": _tags,
+    **cli_publish.COMMANDS,
 }

@@ -11,7 +11,7 @@ from headrace.dataio.core.imports import exports
 
 if TYPE_CHECKING:
     from headrace.dataio.shards.dataset import Dataset
-    from headrace.dataio.shards.ingest.index_tars import index
+    from headrace.dataio.shards.ingest.index import index
     from headrace.dataio.shards.ingest.manifests import Columns
     from headrace.dataio.shards.ingest.pack import PackReport, append, pack
     from headrace.dataio.shards.media.messages import Recipe
@@ -40,7 +40,7 @@ _HOME = {
     "VerifyReport": "headrace.dataio.shards.verify.report",
     "Recipe": "headrace.dataio.shards.media.messages",
     "append": "headrace.dataio.shards.ingest.pack",
-    "index": "headrace.dataio.shards.ingest.index_tars",
+    "index": "headrace.dataio.shards.ingest.index",
     "open_store": "headrace.dataio.store.open",
     "pack": "headrace.dataio.shards.ingest.pack",
     "preview": "headrace.dataio.shards.preview",

@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from headrace.dataio.core.cli import Command, Parser
 from headrace.dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, HeadraceError, UsageError
@@ -69,6 +70,12 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
 }
 """Heading → command → (module:function, one line of help). The function takes the arguments and returns an exit code."""
 COMMANDS = {name: entry for commands in GROUPS.values() for name, entry in commands.items()}
+
+_SHARED = {
+    "object_states": "headrace.checkpoint.object_states:object_states",
+    "object_state": "headrace.checkpoint.object_states:object_state",
+}
+"""Name → module:function of what a command uses of a package that its own package may not import."""
 
 _SHELLS = ("bash", "zsh")
 _EXIT_CODES = """\
@@ -128,7 +135,8 @@ def _run(args: list[str]) -> int:
 
         raise UsageError(f"no command {name!r}{did_you_mean(name, COMMANDS)}", hint="see headrace --help")
     with naming_extras():
-        return _load(COMMANDS[name][0])(args[1:])
+        code: int = _load(COMMANDS[name][0])(args[1:])
+        return code
 
 
 def usage() -> str:
@@ -161,9 +169,18 @@ def _print_completion(shells: Sequence[str]) -> None:
     print(shtab.complete(parser, shells[0]))
 
 
-def _load(target: str) -> Callable[[list[str]], int]:
+def shared(name: str) -> Callable[..., Any]:
+    """Return a function of another package for a command, as the dispatcher finds the commands themselves.
+
+    `headrace samples` is a command of the loaders and reads the position of a loader in a checkpoint. Loaders and
+    checkpoints are used without each other, so neither package imports the other.
+    """
+    return _load(_SHARED[name])
+
+
+def _load(target: str) -> Callable[..., Any]:
     module, _, function = target.partition(":")
-    loaded: Callable[[list[str]], int] = getattr(importlib.import_module(module), function)
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return loaded
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.loaders.fields.base import Field, FieldInput
     from headrace.loaders.fields.pictures import Mask
     from headrace.loaders.fields.registry import field_from, register_field
+    from headrace.loaders.fields.rows import Rows
     from headrace.loaders.fields.text import Bytes, Json, Text
     from headrace.loaders.fields.video import Image, Video
     from headrace.loaders.file_loader import FileLoader
@@ -60,6 +61,7 @@ __all__ = [
     "Order",
     "Packing",
     "QuarantineList",
+    "Rows",
     "Safetensors",
     "Text",
     "Video",
@@ -94,6 +96,7 @@ _HOME = {
     "Order": "headrace.loaders.sampling.order",
     "Packing": "headrace.loaders.sampling.packing",
     "QuarantineList": "headrace.loaders.quarantine.shared_list",
+    "Rows": "headrace.loaders.fields.rows",
     "Safetensors": "headrace.loaders.fields.arrays",
     "Text": "headrace.loaders.fields.text",
     "Video": "headrace.loaders.fields.video",

@@ -1,5 +1,7 @@
 """`headrace samples` lists the samples of each step of a training run, from the state of its loader.
 
+The state is in a file, or in a step of a checkpoint repository.
+
 Purpose: after a loss spike, find the samples that the model saw. `loader_of_state` makes a loader with the order
 that a state describes. `BaseLoader.samples_of_steps` lists the samples of any loader.
 Invariants: the loader's fingerprint equals that of the state, so the samples are those of the run. Only the index is
@@ -12,14 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.dataio.cli import shared
 from headrace.dataio.core.cli import (
     argument,
     command,
+    group,
     json_option,
     positive_int,
     print_json_line,
@@ -34,12 +39,15 @@ if TYPE_CHECKING:
     from headrace.dataio.shards.dataset import Dataset
     from headrace.loaders.loader import BaseLoader
 
+_STATE_KEYS = {"seed", "epoch", "batch"}
+"""Every state of a loader has these."""
 _ABOUT = "List the keys of the samples of each step, from the state of a loader. No media are read."
 _MORE = """\
-FILE holds the result of the loader's state_dict() as JSON. The trainer wrote it, or `headrace ckpt` read it from a
-checkpoint.
-A step is a global batch. Steps are counted from the first batch of epoch 0, so the state is at step `epoch * batches +
-batch`. Damaged samples were replaced by others: the state and `headrace quarantine` list them.
+The state is in FILE as JSON, as the loader's state_dict() returned it, or in a step of a checkpoint repository. --step
+chooses that step. --name is needed only if it holds several loaders.
+For --from-step and --to-step, a step is a global batch. They are counted from the first batch of epoch 0, so the state
+is at step `epoch * batches + batch`. Damaged samples were replaced by others: the state and `headrace quarantine` list
+them.
 States of mixtures, buckets and packing do not describe the whole order. In Python, every loader has
 `loader.samples_of_steps(range(A, B))`.
 
@@ -54,7 +62,14 @@ def _step(text: str) -> int:
     "samples",
     _ABOUT,
     argument("dataset", metavar="DATASET", help="a folder or s3://bucket/prefix"),
-    argument("--state", metavar="FILE", required=True, help="the state of the loader, as JSON"),
+    group(
+        "the state of the loader",
+        argument("--state", metavar="FILE", help="a file with the state as JSON; - reads standard input"),
+        argument("--checkpoint", metavar="URL", help="a checkpoint repository that holds the state"),
+        argument("--run", metavar="RUN", help="with --checkpoint: the run; `headrace ckpt ls URL` lists them"),
+        argument("--step", metavar="STEP", help="with --checkpoint: a number, latest (default), or tag:NAME"),
+        argument("--name", metavar="NAME", help="with --checkpoint: the loader's path in the saved state"),
+    ),
     argument("--from-step", metavar="A", type=_step, help="first step (default: 0)"),
     argument("--to-step", metavar="B", type=_step, help="the step after the last one (default: that of the state)"),
     argument("--ranks", metavar="N", type=positive_int, help="also list the rank of each sample, of N ranks"),
@@ -69,7 +84,7 @@ def samples(args: argparse.Namespace) -> int:
     """Run `headrace samples DATASET --state FILE`."""
     from headrace.dataio.shards.dataset import Dataset
 
-    state = _read_state(args.state)
+    state = _state_of(args)
     wanted_keys = None if args.find_in is None else set(Path(args.find_in).read_text("utf-8").splitlines())
     number = args.version if args.version is not None else state.get("version")
     with (
@@ -98,15 +113,41 @@ def _print(loader: BaseLoader, steps: range, ranks: int | None, wanted_keys: set
     return 1 if wanted_keys is not None and not listed else 0
 
 
+def _state_of(args: argparse.Namespace) -> Mapping[str, Any]:
+    """The state that the arguments name."""
+    if (args.state is None) == (args.checkpoint is None):
+        raise UsageError("give either --state or --checkpoint", hint="--state FILE, or --checkpoint URL --run RUN")
+    if args.checkpoint is not None:
+        if args.run is None:
+            raise UsageError("--checkpoint needs --run", hint="`headrace ckpt ls URL` lists the runs")
+        return _checkpointed_state(args.checkpoint, args.run, args.step or "latest", args.name)
+    if given := [name for name in ("run", "step", "name") if getattr(args, name) is not None]:
+        raise UsageError(f"--{given[0]} is for --checkpoint", hint="leave it out with --state")
+    return _read_state(args.state)
+
+
+def _checkpointed_state(url: str, run: str, step: str, name: str | None) -> Mapping[str, Any]:
+    """The state of the loader in this step. All ranks save the same position, so rank 0's is read."""
+    states = shared("object_states")(url, run, step)
+    loaders = {path: one for path, one in states.items() if not _STATE_KEYS - set(one)}
+    state: Mapping[str, Any] = shared("object_state")(loaders, name, "state of a loader")
+    return state
+
+
 def _read_state(path: str) -> Mapping[str, Any]:
-    data = Path(path).read_bytes()
+    limit = JSON_DOCUMENT_BYTES + 1
+    if path == "-":
+        path, data = "standard input", sys.stdin.buffer.read(limit)
+    else:
+        with Path(path).open("rb") as file:
+            data = file.read(limit)
     try:
         if len(data) > JSON_DOCUMENT_BYTES:
             raise ValueError("it is too large")
         state: object = json.loads(data)
     except ValueError as error:
         raise UsageError(f"{path} is not the state of a loader: {error}") from None
-    if not isinstance(state, dict) or {"seed", "epoch", "batch"} - set(state):
+    if not isinstance(state, dict) or _STATE_KEYS - set(state):
         raise UsageError(f"{path} is not the state of a loader", hint="write json.dumps(loader.state_dict()) to it")
     return state
 

@@ -8,15 +8,20 @@ Invariants:
   variable frame rate.
 - With `fps`, a clip is the frames that a viewer sees at the times t, t + 1/fps, …: at each time, the last frame whose
   presentation has begun. This is exact for a variable frame rate, and for streams that do not begin at zero.
-- If a video is shorter than the clip, the clip begins with the video and repeats its last frame.
+- `at_instants` chooses the frames of another video of the sample that are shown at given times. It never chooses a frame
+  for a time at which the video shows nothing.
+- If a video is shorter than the clip, the clip begins with the video and repeats its last frame. This is also true for a
+  window of a longer file.
 
-Failure behaviour: `UsageError` for an impossible `Clip`; `CorruptionError` for a video without frames or key frames.
+Failure behaviour: `UsageError` for an impossible `Clip`; `CorruptionError` for a video without frames or key frames;
+`UnsupportedError` for an instant before the beginning or after the end of a video.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -25,7 +30,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.sampling.permutation import key_of
@@ -39,6 +44,8 @@ Counts = npt.NDArray[np.int64]
 MAX_FRAMES = 1 << 16
 """Maximum number of frames of a clip."""
 Start = Literal["random", "center", "every"]
+TOLERANCE = Fraction(1, 1000)
+"""In seconds. A frame that begins this much after an instant is shown at it, since containers round time stamps."""
 
 
 @suggests_arguments(num_frames="frames", length="frames", step="stride", rate="fps")
@@ -126,12 +133,21 @@ class Wanted(msgspec.Struct, frozen=True):
     key: KeyFrame
 
 
+class ClipTimes(msgspec.Struct, frozen=True, gc=False):
+    """When the frames of a clip are shown: their time stamps in a video."""
+
+    video: VideoInfo
+    pts: tuple[int, ...]
+
+    @property
+    def seconds(self) -> tuple[Fraction, ...]:
+        """The instants in seconds on the clock of the sample. They never decrease."""
+        return tuple([self.video.seconds(pts) for pts in self.pts])
+
+
 def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, number: int, attempt: int = 0) -> Wanted:
     """The frames of clip `number` of `sample` in `epoch`. `attempt` gives substitutes other random clips."""
-    if info.frames < 1 or not info.key_frames:
-        raise CorruptionError(
-            "the index lists no frames or no key frames for this video", hint="index the dataset again"
-        )
+    _check_frames(info)
     if clip.rate is None:
         step, room = Fraction(clip.stride), max(0, info.frames - 1 - (clip.frames - 1) * clip.stride)
     else:
@@ -140,6 +156,38 @@ def choose(info: VideoInfo, clip: Clip, seed: int, epoch: int, sample: int, numb
     place = (seed, epoch, sample, number, attempt)
     first = first_of(clip.start, room, step * clip.frames, clip.per_video, round(clip.jitter * step), place)
     return _by_index(info, clip, first) if clip.rate is None else _by_time(info, clip, step, first)
+
+
+def at_instants(info: VideoInfo, instants: Sequence[Fraction]) -> Wanted:
+    """The frames of a video that are shown at these instants: the last frame that has begun, within `TOLERANCE`.
+
+    `instants` are seconds on the clock of the sample, in order. The last frame is also shown for one frame's duration
+    after the end.
+
+    Raises:
+        UnsupportedError: the video does not show anything at the first or the last instant.
+    """
+    _check_frames(info)
+    last_pts = info.start_pts + max(1, info.duration_pts) - 1
+    start, end = info.seconds(info.start_pts), info.seconds(last_pts + 1)
+    if instants[0] + TOLERANCE < start:
+        raise UnsupportedError(
+            f".{info.ext} begins at {float(start):.3f} s, and the clip has a frame at {float(instants[0]):.3f} s"
+        )
+    if instants[-1] > end + 1 / info.fps + TOLERANCE:
+        raise UnsupportedError(
+            f".{info.ext} ends at {float(end):.3f} s, and the clip has a frame at {float(instants[-1]):.3f} s"
+        )
+    stamps = [math.floor((instant + TOLERANCE) / info.time_base) + info.origin_pts for instant in instants]
+    values = tuple([min(max(info.start_pts, stamp), last_pts) for stamp in stamps])
+    return Wanted("pts", values, _key_before(info, "pts", values[0]))
+
+
+def _check_frames(info: VideoInfo) -> None:
+    if info.frames < 1 or not info.key_frames:
+        raise CorruptionError(
+            "the index lists no frames or no key frames for this video", hint="index the dataset again"
+        )
 
 
 def first_of(
@@ -173,6 +221,9 @@ def _by_time(info: VideoInfo, clip: Clip, step: Fraction, first: int) -> Wanted:
     """Times advance by exact fractions of a second. Rounding them down to the time base changes no frame."""
     first += info.start_pts
     instants = tuple(first + int(number * step) for number in range(clip.frames))
+    if info.is_window:  # its file goes on
+        end = info.start_pts + max(1, info.duration_pts) - 1
+        instants = tuple([min(instant, end) for instant in instants])
     return Wanted("pts", instants, _key_before(info, "pts", first))
 
 

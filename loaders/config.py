@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast, get_args
 
@@ -65,6 +65,20 @@ _OTHER_NAMES = {
     "seconds": "window=Window(seconds)",
 }
 """Names that other libraries use, and the arguments of this library that replace them."""
+_NOT_NEEDED = {
+    "batch_sampler": "shuffle=, drop_last= and seed= make the order; buckets= of Loader make batches of one shape",
+    "collate_fn": "the loader makes the batches: transform= changes each sample, and Loader has collate= for its entries",
+    "generator": "seed= makes the order and all random numbers",
+    "multiprocessing_context": "num_threads= is the number of threads; decode_in_subprocess=True decodes in processes",
+    "persistent_workers": "the threads of num_threads= stay between epochs",
+    "pin_memory": 'with CUDA, batches are in pinned memory; device="pinned" requires it, and device="cuda" copies them',
+    "resampled": "every sample is delivered once in each epoch; weights of a Mixture repeat samples",
+    "sampler": "shuffle= and seed= make the order; the weights of a Mixture or a view of Dataset.where choose samples",
+    "shuffle_buffer": "shuffle=True shuffles the whole dataset without a buffer",
+    "worker_init_fn": "transform= gets a generator that is seeded for each sample; it is called in num_threads= threads",
+}
+"""Arguments of other libraries that no single argument of this library replaces, and what to use instead."""
+_NOT_NEEDED |= {"buffer_size": _NOT_NEEDED["shuffle_buffer"], "shuffle_buffer_size": _NOT_NEEDED["shuffle_buffer"]}
 _log = get_logger(__name__)
 
 
@@ -290,8 +304,7 @@ def configured_by(
             name = type(self).__name__
             for argument in kwargs:
                 if argument not in signature.parameters:
-                    suggestion = did_you_mean(argument, signature.parameters, _OTHER_NAMES)
-                    raise TypeError(f"{name}() has no argument {argument!r}{suggestion}")
+                    raise TypeError(f"{name}() has no argument {argument!r}{_instead(argument, signature.parameters)}")
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -304,6 +317,13 @@ def configured_by(
         return cast(Callable[Concatenate[LoaderT, P], None], shown)
 
     return decorate
+
+
+def _instead(argument: str, known: Iterable[str]) -> str:
+    """Text that says what replaces an unknown argument; "" if nothing is known."""
+    if argument in _NOT_NEEDED:
+        return f"; {_NOT_NEEDED[argument]}"
+    return did_you_mean(argument, known, _OTHER_NAMES)
 
 
 def default_threads() -> int:
@@ -342,6 +362,8 @@ def _in_world() -> bool:
 def _device(device: str | torch.device) -> tuple[torch.device, bool]:
     """The device of batches, and whether they are in pinned memory."""
     name: str = checked("device", str(device) if isinstance(device, torch.device) else device, str)
+    if name == "cpu:0":  # as Accelerate calls it
+        name = "cpu"
     if name.split(":")[0] not in ("cpu", "pinned", "cuda"):
         raise UsageError(f"device {name!r} is not known", hint="use 'cpu', 'pinned' or 'cuda'")
     has_cuda = torch.cuda.is_available()

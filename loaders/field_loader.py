@@ -21,6 +21,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.audio.spec import Window
 from headrace.loaders.batch.batch import Output
@@ -30,14 +31,15 @@ from headrace.loaders.decode import registry
 from headrace.loaders.decode.base import GPU_BATCH
 from headrace.loaders.fields.audio import Audio, audio_bucketing, windows_in, windows_of
 from headrace.loaders.fields.base import Field
-from headrace.loaders.fields.pictures import Mask
+from headrace.loaders.fields.likes import likes_of
 from headrace.loaders.fields.processor import FieldsProcessor, FieldsTransform, MediaFields, TransformedFields
 from headrace.loaders.fields.registry import field_from
 from headrace.loaders.fields.video import Image, Video, clip_specs, clips_of, video_bucketing
 from headrace.loaders.interfaces import Collate, FieldsLayout, Processor
 from headrace.loaders.loader import BaseLoader, DeliveryOptions
 from headrace.loaders.processors.audio import WindowProcessor
-from headrace.loaders.processors.video import ClipProcessor, together
+from headrace.loaders.processors.like import LikeClips
+from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
 from headrace.loaders.processors.wrappers import by_stream, mels, sourced, wrapped
 from headrace.loaders.sampling.buckets import Buckets, Durations
 from headrace.loaders.sampling.columns import AllOf, HasFiles, HasValue, samples_where
@@ -46,11 +48,13 @@ from headrace.loaders.sampling.sample_ids import SampleIds, Small
 from headrace.loaders.sampling.state import parts as described_parts
 
 if TYPE_CHECKING:
+    from headrace.loaders.audio.spec import AudioSpec
     from headrace.loaders.decode.subprocess_decoder import SubprocessDecoder
     from headrace.loaders.sampling.mixture import Mixture
 
 AnyField = Field | Video | Audio
 MAX_FIELDS = 64
+_log = get_logger(__name__)
 _RESERVED = frozenset(["id", "key", "source", "bucket", "sizes", "dry"])
 
 
@@ -117,7 +121,7 @@ class Loader(BaseLoader):
         delivery = config.delivery(output, group=GPU_BATCH if fields.videos else 1)
 
         def find(dataset: Dataset) -> tuple[SampleIds, int | Small]:
-            ids = samples_where(dataset, fields.condition)
+            ids = fields.find(dataset)
             if not len(ids):
                 raise UsageError(
                     f"{dataset.url} has no sample with all of {', '.join(map(repr, fields.named))}",
@@ -142,62 +146,41 @@ class _Fields:
     """The checked fields of a loader, and what the loader makes of them.
 
     `videos` are the `Video` fields, `audios` the `Audio` fields without `like`, and `others` those that decode files.
-    `tracks` maps the name of a `Video` field to the `Audio` field that is like it, and that field's name.
+    `likes` says which fields follow which.
     """
 
     def __init__(self, config: FieldsConfig) -> None:
         self._config, self.named = config, _checked(config)
         named = self.named.items()
-        self.videos = {name: one for name, one in named if isinstance(one, Video)}
+        self.likes = likes_of(self.named)
+        self.videos = self.likes.videos
         self.audios = {name: one for name, one in named if isinstance(one, Audio) and one.like is None}
         self.others = {name: one for name, one in named if isinstance(one, Field)}
-        self.tracks: dict[str, tuple[str, Audio]] = {}
-        self._likes: dict[str, str] = {}
-        """For each mask with `like`, the name of that field."""
-        for name, one in named:
-            if not isinstance(one, Audio | Mask) or one.like is None:
-                continue
-            if one.like not in self.videos:
-                there = ", ".join(map(repr, self.videos)) or "none"
-                raise UsageError(
-                    f"the field {name!r} is like {one.like!r}, which is not a Video or Image field",
-                    hint=f"the fields of this kind are: {there}",
-                )
-            if isinstance(one, Mask):
-                if self.videos[one.like].pixel_format != "rgb":
-                    raise UsageError(
-                        f"the mask {name!r} cannot be aligned with raw planes, whose crop begins at even pixels",
-                        hint=f'give {one.like!r} pixel_format="rgb"',
-                    )
-                self._likes[name] = one.like
-            else:
-                self._add_track(name, one, one.like)
         self._check_parts()
         self.bucketing = self._bucketing()
 
-    def _add_track(self, name: str, track: Audio, like: str) -> None:
-        if like in self.tracks:
-            raise UsageError(
-                f"the fields {self.tracks[like][0]!r} and {name!r} are both like {like!r}", hint="leave one out"
-            )
-        self.videos[like].spec(track.spec())  # checks that they are compatible
-        self.tracks[like] = name, track
-
     def _check_parts(self) -> None:
         """Check that all fields make the same number of clips or windows of each sample."""
-        media = [video.spec().clip for video in self.videos.values()] + [one.window for one in self.audios.values()]
+        drivers = self.likes.drivers.values()
+        media = [video.spec().clip for video in drivers] + [one.window for one in self.audios.values()]
         several = any(one.start == "every" for one in media)
         several |= any(clip.per_video > 1 for clip in media if isinstance(clip, Clip))
         several |= any(window.per_sample > 1 for window in media if isinstance(window, Window))
         if several and len(set(map(repr, media))) > 1:
             raise UsageError(
                 "fields with several parts of a sample must have the same clip or window",
-                hint="give all Video fields the same clip; Audio with like= follows a Video field",
+                hint="give all Video fields the same clip; Video and Audio with like= follow a Video field",
             )
+        for name, video in self.likes.drivers.items():
+            if video.file is not None and (self._config.buckets is not None or video.spec().clip.start == "every"):
+                raise UsageError(
+                    f"buckets and start='every' follow the sample's own video, and {name!r} has file={video.file!r}",
+                    hint=f"add a Video field without file, and give {name!r} like= with its name",
+                )
 
     def parts_of(self, dataset: Dataset, ids: SampleIds) -> int | Small:
         """The number of clips or windows of each of these samples."""
-        for video in self.videos.values():
+        for video in self.likes.drivers.values():
             return clips_of(dataset, ids, video.spec().clip)
         for sound in self.audios.values():
             return windows_in(dataset, ids, sound.window)
@@ -207,8 +190,9 @@ class _Fields:
         buckets = self._config.buckets
         if buckets is None:
             return None
-        if isinstance(buckets, Buckets) and len(self.videos) == 1:
-            (video,) = self.videos.values()
+        if isinstance(buckets, Buckets) and len(self.likes.drivers) == 1:
+            (video,) = self.likes.drivers.values()
+            self._check_sizes()
             return video_bucketing(buckets, video.spec())
         if isinstance(buckets, Durations) and len(self.audios) == 1 and not self.videos:
             (sound,) = self.audios.values()
@@ -218,10 +202,20 @@ class _Fields:
             hint="Buckets need one Video field; Durations need one Audio field and no Video field",
         )
 
+    def _check_sizes(self) -> None:
+        """With buckets, the other cameras have sizes of their own."""
+        for name, video in self.videos.items():
+            if video.like is not None and video.size is None:
+                raise UsageError(
+                    f"the buckets have the sizes of {video.like!r}, and {name!r} has no size",
+                    hint=f"give {name!r} a size",
+                )
+
     @property
     def condition(self) -> AllOf:
-        """The samples that have all required fields."""
-        conditions: list[HasValue | HasFiles] = [video.condition(self._video_buckets) for video in self.videos.values()]
+        """The samples that have all required fields, apart from the files of videos."""
+        own = [video for video in self.videos.values() if video.file is None]
+        conditions: list[HasValue | HasFiles] = [video.condition(self._video_buckets) for video in own]
         if self.audios:
             conditions.append(HasValue("audio_codec"))
         if any(one.uses_caption for one in self._required):
@@ -231,15 +225,35 @@ class _Fields:
         return AllOf(tuple(dict.fromkeys(conditions)))
 
     @property
+    def video_files(self) -> tuple[str, ...]:
+        """The files of videos that samples must have."""
+        return tuple(sorted({one.file for one in self.videos.values() if one.file is not None and one.required}))
+
+    def find(self, dataset: Dataset) -> SampleIds:
+        """The samples that have all required fields. The log says how many are left out for lack of a camera."""
+        condition, files = self.condition, self.video_files
+        if not files:
+            return samples_where(dataset, condition)
+        ids = samples_where(dataset, AllOf((*condition.conditions, HasFiles(files))))
+        names, total = ", ".join(f".{ext}" for ext in files), len(samples_where(dataset, condition))
+        if len(ids) < total:
+            text = f"{total - len(ids):,} of {total:,} samples of {dataset.url} lack {names} and are left out; "
+            warn_once(_log, f"{text}required=False keeps them", "job")
+        return ids
+
+    @property
     def described(self) -> Any:
         """Describes the parts and the choice of samples in the loader's state.
 
         With one `Video` or `Audio` field and no other required field, it is that of `VideoLoader` or `AudioLoader`.
         """
-        media = [video.spec().clip for video in self.videos.values()] + [one.window for one in self.audios.values()]
+        drivers = self.likes.drivers.values()
+        media = [video.spec().clip for video in drivers] + [one.window for one in self.audios.values()]
         files = sorted({ext for one in self._required for ext in one.files})
         if any(one.uses_caption for one in self._required):
             files.append("text")
+        files += [f"video {ext}" for ext in self.video_files]
+        files += [f"clips of {one.file}" for one in drivers if one.file is not None]
         return media[0] if len(media) == 1 and not files else [*map(described_parts, media), *files]
 
     @property
@@ -250,12 +264,10 @@ class _Fields:
         """The processor of all fields. `streams` has the bucket of each stream."""
         has_media = bool(self.videos or self.audios)
         in_subprocess = self._config.subprocess_decoder(delivery.num_threads) if has_media else None
-        media = [self._video_part(name, in_subprocess, output, streams) for name in self.videos]
+        names = sorted(self.videos, key=lambda name: self.videos[name].like is not None)  # drivers first
+        media = [self._video_part(name, in_subprocess, output, streams) for name in names]
         media += [self._audio_part(name, in_subprocess, output, streams) for name in self.audios]
-        aligned = {
-            name: clip_specs(self.videos[like].spec(), self._video_buckets, streams)
-            for name, like in self._likes.items()
-        }
+        aligned = {name: self._specs(like, streams) for name, like in self.likes.masks.items()}
         return FieldsProcessor(media, self.others, self._entries, self._layout(output), aligned)
 
     @property
@@ -265,10 +277,11 @@ class _Fields:
 
     @property
     def _entries(self) -> list[str]:
-        """The entries of the fields. The colour information of planes follows them."""
+        """The entries of the fields. The colour information of planes and other further entries follow them."""
         entries = list[str]()
         for name in self.named:
             entries += [name, f"{name}.color"] if name in self._planes else [name]
+            entries += [f"{name}.{entry}" for entry in (self.others[name].entries if name in self.others else ())]
         return entries
 
     def _video_part(
@@ -278,16 +291,35 @@ class _Fields:
         video, device, names = self.videos[name], output.device, {"video": name, "clip": f"{name}.start"}
         names["color"] = f"{name}.color"  # of planes
         audio = None
-        if name in self.tracks:
-            track_name, track = self.tracks[name]
+        if name in self.likes.tracks:
+            track_name, track = self.likes.tracks[name]
             audio = track.spec()
             names |= {"audio": track_name, "mel": track_name, "audio_samples": f"{track_name}.samples"}
         decoder = in_subprocess or registry.open_decoder(video.decoder_option, device.type, device.index or 0)
         decode_audio = in_subprocess.decode_audio if in_subprocess else None
-        specs = clip_specs(video.spec(audio), self._video_buckets, streams)
-        clips = by_stream([ClipProcessor(spec, decoder, decode_audio) for spec in specs])
+        delivered = [one.file for one in self.videos.values() if one.file is not None]
+        each = [ClipProcessor(spec, decoder, decode_audio, delivered) for spec in self._specs(name, streams, audio)]
+        if video.like is not None:
+            fronts = self._specs(video.like, streams)
+            clips = by_stream([LikeClips(one, video.like, front) for one, front in zip(each, fronts, strict=True)])
+        else:
+            clips = by_stream(each)
         processor = clips if audio is None else mels(clips, audio, device)
-        return MediaFields(processor, names, draws=name == next(iter(self.videos)))
+        absent: dict[str, Any] | None = None
+        if not video.required:
+            absent = {name: None} | (
+                {names["color"]: torch.zeros(2, dtype=torch.int64)} if name in self._planes else {}
+            )
+        return MediaFields(
+            processor, names, draws=name == next(iter(self.videos)), video=name, file=video.file, absent=absent
+        )
+
+    def _specs(self, name: str, streams: Sequence[int], audio: AudioSpec | None = None) -> list[ClipSpec]:
+        """The format of the clips of a `Video` field in each stream. A field with `like` keeps its own size."""
+        spec, driver = self.likes.spec(name, audio), self.likes.driver_of(name)
+        if driver == name:
+            return clip_specs(spec, self._video_buckets, streams)
+        return [replace(spec, clip=front.clip) for front in self._specs(driver, streams)]
 
     def _audio_part(
         self, name: str, in_subprocess: SubprocessDecoder | None, output: Output, streams: Sequence[int]
@@ -311,7 +343,7 @@ class _Fields:
         return FieldsLayout(
             collate={name: one.collate if isinstance(one, Field) else "stack" for name, one in self.named.items()}
             | dict(self._config.collate),
-            optional=frozenset(name for name, one in self.others.items() if not one.required),
+            optional=frozenset(name for name, one in (self.others | dict(self.videos)).items() if not one.required),
             pixels={name: one for name, one in pixels.items() if name not in planes},
             images=images,
             planes=planes,

@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.shards.sample import Files, Sample
+from headrace.loaders.clip import ClipTimes
 from headrace.loaders.sampling.permutation import U64, key_of
 
 if TYPE_CHECKING:  # so that the order of samples needs no torch
@@ -170,6 +171,7 @@ class FetchedSample(msgspec.Struct, frozen=True, gc=False):
             fails.
         files: the files, if they were read directly into the batch; `media` is empty then.
         placed: extensions of files whose arrays were read directly into the batch; `media` lacks these files.
+        times: when the frames of the clips are shown that were decoded before, by the names of their fields.
     """
 
     ref: SampleRef
@@ -177,6 +179,7 @@ class FetchedSample(msgspec.Struct, frozen=True, gc=False):
     target: PixelTarget | None = None
     files: Files | None = None
     placed: Collection[str] = ()
+    times: Mapping[str, ClipTimes] = {}
 
 
 class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
@@ -192,6 +195,7 @@ class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
         in_place: True if the bytes of the tensors are in the batch already.
         prefixes: for arrays that are stored at the end of a file: the file's extension and the bytes before the array,
             by the name of the value.
+        times: when the frames of a clip are shown.
     """
 
     sample: Sample
@@ -200,6 +204,7 @@ class ProcessedSample(msgspec.Struct, frozen=True, gc=False):
     skipped: tuple[SkippedSample, ...] = ()
     in_place: bool = False
     prefixes: Mapping[str, tuple[str, bytes]] = {}
+    times: ClipTimes | None = None
 
 
 class RowLayout(msgspec.Struct, frozen=True):

@@ -19,13 +19,11 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import msgspec
-import torch.distributed as dist
 from msgspec.structs import replace
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset
 
 from headrace.dataio.cache.objects import KnownSizes
 from headrace.dataio.core import metrics
@@ -41,6 +39,7 @@ from headrace.loaders.batch.batch import Batch, Output
 from headrace.loaders.batch.memory import BufferPool, MemoryBudget
 from headrace.loaders.batch.prefetcher import BatchExecutor, GroupSlots, Prefetcher, batches_from
 from headrace.loaders.batch.sample_builder import OnError, SampleBuilder
+from headrace.loaders.callers import check_caller, check_world, missing_attribute, refuse_copy
 from headrace.loaders.fetch.partial_file import HEAD_CACHE_BYTES
 from headrace.loaders.fetch.sample_reader import SampleReader
 from headrace.loaders.interfaces import Processor
@@ -94,14 +93,6 @@ class BadSampleOptions(msgspec.Struct, frozen=True):
     max_bad_samples: float = 0.01
     on_error: OnError = "replace"
     quarantine_list: str | os.PathLike[str] | QuarantineList | None = None
-
-
-def _is_collated(caller: FrameType) -> bool:
-    """Whether the caller is a DataLoader with a batch_size. DataLoader has no better hook for this check."""
-    if caller.f_code.co_name != "fetch":
-        return False  # reading a frame's variables would keep them alive, such as a batch
-    fetcher = caller.f_locals.get("self")
-    return getattr(fetcher, "auto_collation", False) and getattr(fetcher, "collate_fn", None) is default_collate
 
 
 def _count(batch: Batch) -> None:
@@ -182,32 +173,21 @@ class BaseLoader(IterableDataset[dict[str, Any]]):
         holds if an evaluation was left after any batch. After `load_state_dict`, the batches that follow the state are
         yielded.
         """
-        if get_worker_info() is not None:
-            raise UsageError(
-                "a loader was copied into a DataLoader's worker, which would deliver every batch again",
-                hint="use num_workers=0: the loader decodes in its own threads",
-            )
-        if _is_collated(sys._getframe(1)):
-            raise UsageError(
-                "a DataLoader with a batch_size would make batches of batches",
-                hint="DataLoader(loader, batch_size=None): the loader yields whole batches of its own batch_size",
-            )
-        if (
-            self._delivery.alone_by_default
-            and dist.is_available()
-            and dist.is_initialized()
-            and dist.get_world_size() > 1
-        ):
-            raise UsageError(
-                f"the loader was made for one rank, before torch.distributed was initialised; now there are "
-                f"{dist.get_world_size()} ranks, and each would read everything",
-                hint="make it afterwards (with Accelerate after Accelerator(), with Lightning in train_dataloader()), "
-                "or give it rank= and world_size=",
-            )
+        at_start = not (self._epoch or self._batch or self._delivered)
+        check_caller(sys._getframe(1), at_start=at_start)
+        check_world(self._delivery.alone_by_default)
         if self._delivered and self._batch:
             self._next_epoch()
         while (batch := self._next()) is not None:
             yield batch
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy()
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise missing_attribute(type(self).__name__, name)
 
     @property
     def dataset(self) -> Dataset:

@@ -18,11 +18,10 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from headrace.checkpoint.repository.fetch import Step
-from headrace.checkpoint.restoring.restorer import DCP_MARK
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.build import kind_name
 from headrace.checkpoint.state.flatten import Leaf, flatten
-from headrace.checkpoint.state.tree import MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
+from headrace.checkpoint.state.tree import DCP_MARK, MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 
 Path = tuple[str | int, ...]

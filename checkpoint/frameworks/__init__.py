@@ -4,7 +4,7 @@
 - `megatron`: save and load strategies of Megatron-Core; `plain` encodes its objects.
 - `torch_checkpointing`: a storage and a manager.
 - `lightning`: a `CheckpointIO`.
-- `transformers`: a `Trainer`, and a callback.
+- `transformers`: a `Trainer`, and a callback; `transformers_data`: a `Trainer` on a Headrace loader.
 - `accelerate`: hooks of `save_state` and `load_state`.
 
 Trainers that save through torch.distributed.checkpoint use `headrace.checkpoint.dcp` instead.

@@ -1,5 +1,7 @@
 """transformers: `RepositoryTrainer`, and `RepositoryCallback` for a Trainer that must not change.
 
+`LoaderTrainer` of `transformers_data` is also here. It trains on a Headrace loader, with the Trainer's own checkpoints.
+
 `RepositoryTrainer(model, args, ..., checkpointer=checkpointer)` is a Trainer whose checkpoints are steps of the
 repository. Its `checkpoint-<step>` folders keep `trainer_state.json` and name the step, so
 `train(resume_from_checkpoint=...)`, `save_total_limit` and `load_best_model_at_end` work as usual. A folder appears
@@ -26,23 +28,24 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import transformers.trainer as trainer_module
-from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
 from headrace.checkpoint.api import Checkpointer
 from headrace.checkpoint.frameworks.name_files import move_folder
 from headrace.checkpoint.frameworks.naming import Names
+from headrace.checkpoint.frameworks.transformers_data import LoaderTrainer, loader_in, to_next_batch
 from headrace.checkpoint.repository.steps import MissingStepError
 from headrace.checkpoint.rng import RNG
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import UnsupportedError
 from headrace.dataio.core.log import get_logger
+
+__all__ = ["LoaderTrainer", "RepositoryCallback", "RepositoryTrainer"]
 
 _log = get_logger(__name__)
 _SCRATCH = ".headrace-unnamed"
@@ -51,8 +54,8 @@ _SCRATCH = ".headrace-unnamed"
 _written = declare("name.trainer-folder-written", "the Trainer has written its folder, hidden; no save has begun")
 
 
-class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
-    """A `Trainer` whose checkpoints are steps of the repository.
+class RepositoryTrainer(LoaderTrainer):  # type: ignore[misc, unused-ignore]
+    """A `Trainer` whose checkpoints are steps of the repository. It trains on a Headrace loader as `LoaderTrainer` does.
 
     Args:
         *args: Arguments of `Trainer`.
@@ -72,7 +75,6 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
             )
         self._checkpointer, self._names = checkpointer, Names(checkpointer)
         self._scratch: Path | None = None
-        self._loader: Any = None
         self._recover(self.args.output_dir)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
@@ -188,21 +190,6 @@ class RepositoryTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     def _restore(self, parts: dict[str, Any], folder: str | os.PathLike[str]) -> None:
         self._names.restore(parts, folder, include=list(parts))
 
-    # data
-
-    def get_train_dataloader(self) -> Any:
-        """Return a Headrace loader unchanged. For any other dataset, return the Trainer's DataLoader."""
-        if _is_loader(self.train_dataset):
-            return self.train_dataset
-        return super().get_train_dataloader()
-
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
-        loader = loader_in(train_dataloader)
-        self._loader = None if loader is None else _Moved(loader)
-        return super()._prepare_for_training(
-            max_steps, train_dataloader if self._loader is None else self._loader, resume_from_checkpoint
-        )
-
 
 class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Saves when the Trainer does, in addition to its files.
@@ -221,7 +208,7 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             return
         state.global_step, state.epoch = into["progress"]["global_step"], into["progress"]["epoch"]
         if "loader" in into:
-            _to_next_batch(into["loader"])
+            to_next_batch(into["loader"])
         else:
             _log.warning(
                 "step %d is restored, but the Trainer's data starts from the beginning: a callback cannot skip batches. "
@@ -238,62 +225,3 @@ def _state(objects: dict[str, Any]) -> dict[str, Any]:
     parts = {"model": objects["model"], "optimizer": objects.get("optimizer"), "scheduler": objects.get("lr_scheduler")}
     parts |= {"loader": loader_in(objects.get("train_dataloader"))}
     return {name: part for name, part in parts.items() if part is not None} | {"rng": RNG()}
-
-
-def _is_loader(data: Any) -> bool:
-    """Whether the object yields batches and has a state, as Headrace loaders do."""
-    return isinstance(data, IterableDataset) and hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-
-
-def loader_in(data: Any) -> Any:
-    """The Headrace loader that the Trainer iterates over, or None if it iterates over anything else."""
-    if isinstance(data, _Moved):
-        return data.loader
-    if _is_loader(data):
-        return data
-    inner = getattr(data, "dataset", None)
-    if not _is_loader(inner):
-        return None
-    if type(data) is DataLoader and data.batch_size is None and data.num_workers == 0:
-        return inner
-    raise UnsupportedError(
-        f"a {type(data).__name__} around {type(inner).__name__} prefetches or splits batches: resuming would not be exact",
-        hint="give the loader itself as train_dataset, or return it from get_train_dataloader",
-    )
-
-
-def _to_next_batch(loader: Any) -> None:
-    """Move past the end of an epoch, where a loader with a restored state would yield no batch."""
-    state = loader.state_dict()
-    if next(iter(loader), None) is not None:
-        loader.load_state_dict(state)
-
-
-class _Moved(IterableDataset[Any]):
-    """Wraps a loader for the Trainer.
-
-    After a resume, the loader continues at its saved position, so the Trainer must not skip batches.
-    """
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def was_moved(self) -> None:
-        _to_next_batch(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-
-_skip = trainer_module.skip_first_batches
-
-
-def _skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """Replaces the Trainer's function that skips batches. The Trainer calls it when it resumes within an epoch."""
-    return dataloader if isinstance(dataloader, _Moved) else _skip(dataloader, num_batches)
-
-
-trainer_module.skip_first_batches = _skip_first_batches

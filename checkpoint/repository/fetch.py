@@ -267,6 +267,11 @@ def open_sealed(store: Store, step: Sealed) -> Step:
     return together(step, _read(store, step, range(step.attempt.world_size)))
 
 
+def manifest_of_rank(store: Store, step: Sealed, rank: int) -> Manifest:
+    """Read and check the manifest of one rank of a step whose decision is known. Those of other ranks are not read."""
+    return _read(store, step, [rank])[0]
+
+
 def manifests_like(
     store: Store, run: str, base: Base, rank: int, world_size: int, replicas: bytes
 ) -> tuple[Manifest, ...]:
@@ -277,7 +282,7 @@ def manifests_like(
     """
     step = sealed(store, run, base)
     if replicas and step.attempt.world_size == world_size > 1:
-        manifest = _read(store, step, [rank])[0]
+        manifest = manifest_of_rank(store, step, rank)
         if manifest.replicas == replicas:
             return (manifest,)
     return open_sealed(store, step).manifests

@@ -67,6 +67,10 @@ class Keep:
         return cls(policy.last, policy.every, policy.tags)
 
 
+OF_PUBLISHED = "published.*"
+"""Tags of published versions (`headrace.checkpoint.publishing`), whose steps every policy keeps."""
+
+
 def steps_to_delete(
     keep: Keep, branch: Sequence[StepName], others: Iterable[StepName], tagged: Mapping[StepName, Iterable[str]]
 ) -> set[StepName]:
@@ -79,7 +83,8 @@ def steps_to_delete(
     newest = set(branch[: keep.last or 1])
     abandoned = {name for name in others if branch and name.step <= branch[0].step}
     multiples = {name for name in branch if keep.every and name.step % keep.every == 0}
-    named = {name for name, tags in tagged.items() if any(fnmatch.fnmatchcase(t, p) for t in tags for p in keep.tags)}
+    patterns = (*keep.tags, OF_PUBLISHED)
+    named = {name for name, tags in tagged.items() if any(fnmatch.fnmatchcase(t, p) for t in tags for p in patterns)}
     return {*branch, *abandoned} - newest - multiples - named
 
 

@@ -241,7 +241,7 @@ def missing(store: Store, run: str, step: int | None = None) -> MissingStepError
     if step is None:
         return MissingStepError(f"{problem} yet", hint="`headrace ckpt ls` lists runs and steps")
     others = [n for n in numbers if timeline.is_decided(store, run, n, step)]
-    where = f"; it is in the abandoned timeline {others[-1]}" if others else ""
+    where = f"; it is in the abandoned timeline {others[-1]}" if others else _newest_steps(store, run)
     return MissingStepError(f"{problem}{where}", hint="`headrace ckpt ls` lists the steps")
 
 
@@ -266,6 +266,13 @@ def _no_such_run(store: Store, run: str) -> str:
         return f"there are no runs at {store.location.url}"
     more = ", ..." if len(other_runs) > _SHOWN else ""
     return f"there is no such run at {store.location.url}; there are: {', '.join(other_runs[:_SHOWN])}{more}"
+
+
+def _newest_steps(store: Store, run: str) -> str:
+    """Text that lists the newest steps of the run."""
+    newest = [str(base.step) for base in islice(visible(store, run), _SHOWN + 1)]
+    more = ", ..." if len(newest) > _SHOWN else ""
+    return f"; its newest steps are {', '.join(newest[:_SHOWN])}{more}" if newest else ""
 
 
 def _other_files(store: Store) -> str:

@@ -28,9 +28,18 @@ _TRIES = 10
 
 
 def tag(
-    store: Store, name: str, run: str, step: int | str = "latest", *, move: bool = False, clock: Clock = SYSTEM_CLOCK
+    store: Store,
+    name: str,
+    run: str,
+    step: int | str | Base = "latest",
+    *,
+    move: bool = False,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Tag:
-    """Give the step a name. With `move`, a name that another step has is moved to this step."""
+    """Give the step a name. With `move`, a name that another step has is moved to this step.
+
+    `step` is a number, "latest", "tag:NAME", or one attempt in any timeline.
+    """
     key_of(name)
     base = repository.find(store, run, step)
     if base is None:

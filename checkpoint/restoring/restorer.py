@@ -55,6 +55,7 @@ from headrace.checkpoint.state.build import Fit
 from headrace.checkpoint.state.fit import Selection
 from headrace.checkpoint.state.own_states import refusing_first
 from headrace.checkpoint.state.tensors import LocalTensor, TensorSink
+from headrace.checkpoint.state.tree import DCP_MARK
 from headrace.checkpoint.tier.restoring import Found, NodeTier, log_offline, log_sources, node_tier
 from headrace.dataio.core.errors import MismatchError, UsageError
 from headrace.dataio.core.log import get_logger
@@ -62,8 +63,6 @@ from headrace.dataio.sidecar.connection import SidecarName
 from headrace.dataio.store.base import Store
 
 _log = get_logger(__name__)
-DCP_MARK = "torch.distributed.checkpoint"
-"""The mark in the documents of steps that `headrace.checkpoint.dcp` saved."""
 _PATTERN_HINT = (
     "`headrace ckpt show URL --run RUN --tensors` lists the tensors of a step. An optimizer or a loader is restored as "
     "a whole: name it, not a part of it. strict=False ignores these patterns"

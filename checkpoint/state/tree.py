@@ -33,6 +33,8 @@ MAX_CONTAINERS = 8_000_000
 
 The check compares an upper bound of their number with it.
 """
+DCP_MARK = "torch.distributed.checkpoint"
+"""The mark in the documents of steps that `headrace.checkpoint.dcp` saved."""
 _INT64 = 1 << 63
 _DICTS: dict[type, str] = {dict: "d", OrderedDict: "o", Counter: "c"}
 _DICT_TYPES: dict[str, type[dict[Any, Any]]] = {"d": dict, "o": OrderedDict, "c": Counter}

@@ -7,7 +7,8 @@ Invariants:
 * A removal or merge applies to the newest version that is not a saved view, even if another writer made that version in
   the meantime.
 * A saved view always has the same samples. It does not change the version that readers open by default.
-* The shards and parts of a merged dataset stay in its own store, which becomes a mount.
+* The shards and parts of a merged dataset stay in its own store, which becomes a mount. Only the lists of its joined
+  shards are copied.
 
 Failure behaviour: a lost race raises `ConflictError` as `history.commit` describes. So does a key that two merged
 datasets hold. A key to remove that no sample has raises `NotFoundError`. A change that would remove all samples or none
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UsageError
+from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.core.limits import counted
 from headrace.dataio.shards.query import views
 from headrace.dataio.shards.query.open_index import OpenIndex, RowNumbers, RowSelection, load_bitmap, store_bitmaps
@@ -37,12 +39,14 @@ from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.documents import IndexPart, Lineage, Mount, Shard, Source, VersionDocument
 from headrace.dataio.shards.versions.mounting import mount_of, mounts_given_to, with_mounts
 from headrace.dataio.store.base import Location, Store
+from headrace.dataio.store.joined import LIST_BYTES, LIST_FOLDER, SHARD_PREFIX, copy_files, is_made
 from headrace.dataio.store.mounts import MAX_MOUNTS, OPTION, PREFIX, Mounts
 
 if TYPE_CHECKING:
     from headrace.dataio.shards.dataset import Dataset
 
 _KEYS_IN_ERRORS = 5
+_COPIES = 16
 
 
 def save(dataset: Dataset, message: str) -> VersionDocument:
@@ -135,6 +139,8 @@ def merge(dataset: Dataset, others: Sequence[Dataset], message: str) -> tuple[Ve
     if not others:
         raise UsageError("merge takes at least one other dataset", hint="ds.merge(Dataset(url))")
     _check_no_view(dataset)
+    for other in others:
+        _copy_lists(dataset, other)
     inputs = [_merge_input(dataset, other) for other in others]
     named_mounts = [
         mount
@@ -278,6 +284,33 @@ def _merge_input(target: Dataset, other: Dataset) -> _MergeInput:
     if other.view is not None:
         parts = _narrow_parts(target.store, merged, other.view.rows, other.view.bytes)
     return _MergeInput(shards, parts, mounts)
+
+
+def _copy_lists(target: Dataset, other: Dataset) -> None:
+    """Copy the lists of the joined shards of `other` to the target, with the files that Headrace made for them.
+
+    The names of both hold digests of their contents, so they have the same names in the target.
+    """
+    shards = [shard.key for shard in other.document.shards if shard.key.startswith(SHARD_PREFIX)]
+    if _location(other.store) == _location(target.store) or not shards or not isinstance(other.store, Mounts):
+        return
+    source, joined = other.store, other.store.joined
+    assert joined is not None
+
+    def copy(key: str) -> None:
+        shard = key[len(SHARD_PREFIX) :]
+        for one in joined.objects(shard).objects:
+            if is_made(one.key):
+                copy_files(source, target.store, one)
+            elif not one.key.startswith(PREFIX):
+                raise UnsupportedError(
+                    f"{other.url}: {one.key!r:.200} lies in the dataset itself, and another dataset cannot name it",
+                    hint="index these files again, into the other dataset (`headrace index --follow`)",
+                )
+        target.store.put(f"{LIST_FOLDER}{shard}.json", source.get(f"{LIST_FOLDER}{shard}.json", max_bytes=LIST_BYTES))
+
+    with ThreadPoolExecutor(_COPIES, "lists") as threads:
+        list(threads.map(copy, shards))
 
 
 def _location(store: Store) -> tuple[str, dict[str, object]]:

@@ -273,6 +273,8 @@ def _sample_json(sample: Sample) -> dict[str, Any]:
     values: dict[str, Any] = msgspec.to_builtins(sample, enc_hook=str)  # str: msgspec does not know fractions
     if sample.video:
         values["video"]["key_frames"] = len(sample.video.key_frames)
+    for shown_video, video in zip(values["videos"], sample.videos, strict=True):
+        shown_video["key_frames"] = len(video.key_frames)
     for shown, member in zip(values["members"], sample.members, strict=True):
         pieces = shown.pop("pieces")
         if member.pieces is not None:  # only counts, because the digests are binary

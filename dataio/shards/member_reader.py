@@ -16,7 +16,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError, RangeError
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.dataio.store.base import Store
-from headrace.dataio.store.mounts import url_of
+from headrace.dataio.store.mounts import describe_damage, url_of
 
 _CHUNK = 8 * limits.MIB
 
@@ -42,7 +42,7 @@ def read_member(store: Store, sample: Sample, ext: str, *, max_bytes: int = limi
 
 def read_chunks(store: Store, sample: Sample, member: Member) -> Iterator[bytes]:
     """Yield the member's bytes in pieces. They are verified only when the iterator ends without an error."""
-    name = f"{sample.key}.{member.ext} in {url_of(store, sample.shard)}"
+    name = f"{sample.key}.{member.ext} in {url_of(store, sample.shard, member.offset)}"
     hasher = xxhash.xxh3_64()
     for start in range(0, member.length, _CHUNK):
         piece = bytearray(min(_CHUNK, member.length - start))
@@ -50,9 +50,18 @@ def read_chunks(store: Store, sample: Sample, member: Member) -> Iterator[bytes]
             store.get_into(sample.shard, member.offset + start, memoryview(piece))
         except (NotFoundError, RangeError) as error:
             raise CorruptionError(
-                f"{name}: {error.message}", hint="the shard is not what was packed or indexed"
+                f"{_described(store, sample, member, name)}: {error.message}",
+                hint="the shard is not what was packed or indexed",
             ) from error
         hasher.update(piece)
         yield bytes(piece)
     if hasher.intdigest() != member.xxh3:
-        raise CorruptionError(f"{name}: the checksum does not match", hint="restore the shard from a copy")
+        raise CorruptionError(
+            f"{_described(store, sample, member, name)}: the checksum does not match",
+            hint="restore the shard from a copy",
+        )
+
+
+def _described(store: Store, sample: Sample, member: Member, name: str) -> str:
+    damage = describe_damage(store, sample.shard, member.offset)
+    return name if damage == sample.shard else f"{sample.key}.{member.ext} in {damage}"

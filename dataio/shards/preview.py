@@ -38,7 +38,7 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError, Deadline
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.workers import jobs
-from headrace.dataio.shards.workers.jobs import Pictures, PicturesJob, ask, local_copy, seconds_for
+from headrace.dataio.shards.workers.jobs import Pictures, PicturesJob, ask, local_copy, part_of, seconds_for
 from headrace.dataio.shards.workers.worker_pool import WorkerPool
 
 MAX_SAMPLES, MAX_FRAMES = 1000, 16
@@ -139,6 +139,7 @@ def _pictures_of(dataset: Dataset, sample: Sample, frames: int, pool: WorkerPool
             count=frames,
             width=320,
             height=240,
+            part=part_of(sample.video),
         )
         ext = sample.video.ext
     elif sample.audio is not None:

@@ -8,7 +8,7 @@ Invariants:
   of the dataset version.
 * All times are presentation timestamps in units of the stream's `time_base`. Frame indices count frames in presentation
   order.
-* `VideoInfo` describes the one video stream that loaders decode. `stream` is its index in the container.
+* `VideoInfo` describes one video stream of a file. `stream` is its index in the container.
 * Objects of these classes cannot be part of a reference cycle, so the garbage collector does not track them
   (`gc=False`). Loaders hold thousands of them.
 
@@ -85,6 +85,12 @@ class VideoInfo(msgspec.Struct, frozen=True, gc=False):
     * `fps`: the average frame rate, in frames per second. `frames` is the number of frames.
     * `start_pts`, `duration_pts`: in units of `time_base`, which is in seconds.
     * `rotation`: 0, 90, 180 or 270 degrees clockwise.
+    * `origin_pts`: the time stamp at which the clock of the sample shows 0. It is 0 for a file, so the clock is the
+      file's own time line.
+
+    A *window* is a part of a longer file that begins at a key frame. Its `start_pts`, `duration_pts`, `frames` and the
+    numbers of its key frames are those of the part. Its `key_frames` end with the first key frame after the part, whose
+    number is `frames`, if the file has one.
     """
 
     ext: str
@@ -101,6 +107,21 @@ class VideoInfo(msgspec.Struct, frozen=True, gc=False):
     rotation: int
     key_frames: tuple[KeyFrame, ...]
     color: Color | None = None
+    origin_pts: int = 0
+
+    @property
+    def format(self) -> str:
+        """The format of the file by its name: "mp4" for `cam1.mp4`."""
+        return self.ext.rpartition(".")[2]
+
+    @property
+    def is_window(self) -> bool:
+        """Whether the stream may be a part of a longer file."""
+        return self.origin_pts != 0 or any(key.index >= self.frames for key in self.key_frames[-1:])
+
+    def seconds(self, pts: int) -> Fraction:
+        """Return what the clock of the sample shows at this time stamp, in seconds."""
+        return (pts - self.origin_pts) * self.time_base
 
 
 class AudioMark(msgspec.Struct, frozen=True, gc=False):
@@ -143,6 +164,7 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     * `members`: its files, ordered by their offsets in the shard.
     * `duration`: in seconds, 0.0 without media.
     * `video`, `audio`: the streams that loaders decode, or None.
+    * `videos`: the other videos of the sample, in the order of their extensions. Only the pages of the index have them.
     * `text`: its caption.
     * `fields`: the promoted fields of its JSON, by name. These are the top-level values that the index stores.
     """
@@ -156,6 +178,13 @@ class Sample(msgspec.Struct, frozen=True, gc=False):
     audio: AudioInfo | None = None
     text: str | None = None
     fields: Mapping[str, object] = {}
+    videos: tuple[VideoInfo, ...] = ()
+
+    def video_of(self, ext: str | None) -> VideoInfo | None:
+        """Return the video in the file with this extension, or None. Without an extension, return `video`."""
+        if ext is None or (self.video is not None and self.video.ext == ext):
+            return self.video
+        return next((one for one in self.videos if one.ext == ext), None)
 
     def member(self, ext: str) -> Member:
         """Return the member with this extension, or raise KeyError."""

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError
+from headrace.dataio.store.joined import SHARD_PREFIX
 
 if TYPE_CHECKING:
     from headrace.dataio.shards.dataset import Dataset
@@ -328,10 +329,16 @@ def dali_index(dataset: Dataset, shard: str) -> str:
 
     Raises:
         NotFoundError: the version does not have this shard.
-        UnsupportedError: an extension has white space or unprintable characters, which the format cannot express.
+        UnsupportedError: the shard is not a tar, or an extension has white space or unprintable characters, which the
+            format cannot express.
     """
     import pyarrow.compute as pc
 
+    if shard.startswith(SHARD_PREFIX):
+        raise UnsupportedError(
+            f"{shard!r} joins files where they lie, and is no tar, so DALI cannot read it",
+            hint="make tars of the files with `headrace pack`",
+        )
     table = dataset.columns(["shard", "members"])
     rows = table.filter(pc.equal(table["shard"], shard))["members"]
     if shard not in {known.key for known in dataset.document.shards}:

@@ -6,7 +6,8 @@ keys from its base. Loaders, the cache and the sidecar see one store and need no
 Invariants: mounted stores are read-only. `location` has the URL of the base. Its option `mounts` lists every mounted
 store with its options, without secrets, so `open_location` opens the same stores again. The location is shareable only
 if all of the stores are. Objects of the base under `mounts/` are hidden. A mounted store must not have `mounts` itself,
-so there is only one level.
+so there is only one level. The name `joined` is reserved for joined shards (`headrace.dataio.store.joined`), whose
+objects are in the base and in the mounted stores.
 
 Failure behaviour: writing below `mounts/` raises `UnsupportedError`. An unknown mount raises `NotFoundError`. Other
 errors are those of the store that has the key.
@@ -20,7 +21,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import HeadraceError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.store.base import (
     Buffer,
     Location,
@@ -30,6 +31,9 @@ from headrace.dataio.store.base import (
     check_key,
     is_after,
 )
+from headrace.dataio.store.joined import JOINED, SHARD_PREFIX, JoinedObjects
+from headrace.dataio.store.url_policy import JOINED_URL, scheme_of
+from headrace.dataio.store.wrappers import Wrapper
 
 _FOLDER = "mounts"
 PREFIX = _FOLDER + "/"
@@ -41,17 +45,28 @@ _NAME = re.compile(r"[0-9a-z]{1,32}")
 class Mounts(Store):
     """A store that adds the `mounted` stores, by name, to `base`.
 
-    `close` closes the mounted stores, except those named in `borrowed`. It closes the base only if `owns_base`.
+    `close` closes the mounted stores, except those named in `borrowed`. It closes the base only if `owns_base`. With
+    `joined`, or if `mounted` has joined shards of another store, the store has the joined shards of `base`.
     """
 
     def __init__(
-        self, base: Store, mounted: Mapping[str, Store], *, owns_base: bool = True, borrowed: Collection[str] = ()
+        self,
+        base: Store,
+        mounted: Mapping[str, Store],
+        *,
+        owns_base: bool = True,
+        borrowed: Collection[str] = (),
+        joined: bool = False,
     ) -> None:
         for name, store in mounted.items():
-            check_mount(name, store.location.options)
+            check_mount(name, store.location.url, store.location.options)
         if len(mounted) > MAX_MOUNTS or isinstance(base, Mounts):
             raise UsageError(f"one level of at most {MAX_MOUNTS} stores can be mounted, not {len(mounted)}")
-        self.base, self.mounted, self._owns_base, self._borrowed = base, dict(mounted), owns_base, frozenset(borrowed)
+        self.base, self._owns_base, self._borrowed = base, owns_base, frozenset(borrowed) - {JOINED}
+        self.joined = JoinedObjects(self.route) if joined or JOINED in mounted else None
+        self.mounted = {name: store for name, store in mounted.items() if name != JOINED}
+        if self.joined is not None:
+            self.mounted[JOINED] = self.joined
 
     @property
     def location(self) -> Location:
@@ -61,23 +76,23 @@ class Mounts(Store):
         return Location(base.url, {**base.options, OPTION: described}, shareable)
 
     def get(self, key: str, *, max_bytes: int = limits.SMALL_OBJECT_BYTES) -> bytes:
-        store, inner = self._route(key)
+        store, inner = self.route(key)
         return store.get(inner, max_bytes=max_bytes)
 
     def get_into(self, key: str, offset: int, buffer: memoryview) -> None:
-        store, inner = self._route(key)
+        store, inner = self.route(key)
         store.get_into(inner, offset, buffer)
 
     def get_pieces(self, key: str, offset: int, buffer: memoryview, take: Callable[[int, memoryview], None]) -> None:
-        store, inner = self._route(key)
+        store, inner = self.route(key)
         store.get_pieces(inner, offset, buffer, take)
 
     def get_ranges_into(self, key: str, ranges: Sequence[tuple[int, memoryview]]) -> None:
-        store, inner = self._route(key)
+        store, inner = self.route(key)
         store.get_ranges_into(inner, ranges)
 
     def open_file(self, key: str) -> int | None:
-        store, inner = self._route(key)
+        store, inner = self.route(key)
         return store.open_file(inner)
 
     def put(self, key: str, data: Buffer) -> None:
@@ -112,7 +127,7 @@ class Mounts(Store):
         return self.mounted[name].list_folders(prefix, after=after) if name in self.mounted else iter(())
 
     def stat(self, key: str) -> ObjectInfo:
-        store, inner = self._route(key)
+        store, inner = self.route(key)
         info = store.stat(inner)
         return ObjectInfo(key, info.size, info.modified)
 
@@ -130,10 +145,20 @@ class Mounts(Store):
             if self._owns_base:
                 stack.callback(self.base.close)
 
-    def url_of(self, key: str) -> str:
-        """The object's own URL, for messages."""
-        store, inner = self._route(key)
+    def url_of(self, key: str, offset: int | None = None) -> str:
+        """The object's own URL, for messages. Of a joined shard, that of the object at `offset`."""
+        store, inner = self.route(key)
+        if store is self.joined:
+            if offset is None:
+                return f"{self.base.location.url.rstrip('/')}/{key}"
+            found, _ = self.joined.objects(inner).find(offset)
+            store, inner = self.route(found.key)
         return f"{store.location.url.rstrip('/')}/{inner}"
+
+    def describe_change(self, key: str, offset: int) -> str:
+        """How the object at `offset` of a joined shard differs from the shard's list; "" if it does not."""
+        store, inner = self.route(key)
+        return self.joined.describe_change(inner, offset) if self.joined is not None and store is self.joined else ""
 
     def _list_mounted(self, prefix: str) -> Iterator[Iterator[ObjectInfo]]:
         for name, store in self.mounted.items():
@@ -141,7 +166,8 @@ class Mounts(Store):
             if root.startswith(prefix) or prefix.startswith(root):
                 yield _list_below(store, root, prefix[len(root) :])
 
-    def _route(self, key: str) -> tuple[Store, str]:
+    def route(self, key: str) -> tuple[Store, str]:
+        """Return the store that holds this key, and its key there."""
         if not check_key(key).startswith(PREFIX):
             return self.base, key
         name, _, inner = key[len(PREFIX) :].partition("/")
@@ -160,15 +186,62 @@ def _list_below(store: Store, root: str, prefix: str) -> Iterator[ObjectInfo]:
         yield ObjectInfo(root + info.key, info.size, info.modified)
 
 
-def url_of(store: Store, key: str) -> str:
-    """The object's own URL, through mounts, for messages."""
-    return store.url_of(key) if isinstance(store, Mounts) else f"{store.location.url.rstrip('/')}/{key}"
+def url_of(store: Store, key: str, offset: int | None = None) -> str:
+    """The object's own URL, through mounts, for messages. Of a joined shard, that of the object at `offset`."""
+    store = _unwrapped(store)
+    return store.url_of(key, offset) if isinstance(store, Mounts) else f"{store.location.url.rstrip('/')}/{key}"
 
 
-def check_mount(name: str, options: Mapping[str, object]) -> None:
+def describe_damage(store: Store, key: str, *offsets: int) -> str:
+    """Name the object that holds one of these bytes of `key`, and say how it changed since it was indexed.
+
+    Prefers an object that changed. This is for messages. It sends requests only if `key` is a joined shard. The result
+    is `key` itself if it is not.
+    """
+    store = _unwrapped(store)
+    description = key
+    try:
+        if not isinstance(store, Mounts) or store.route(key)[0] is not store.joined:
+            return key
+        for offset in offsets:
+            url, change = store.url_of(key, offset), store.describe_change(key, offset)
+            description = f"{url} ({change})" if change else url
+            if change:
+                break
+    except HeadraceError:
+        pass  # the list itself is missing or damaged, which the caller's error says
+    return description
+
+
+def all_local(store: Store, shard: str) -> bool:
+    """Whether all objects of the joined shard `shard` are in local folders."""
+    store = _unwrapped(store)
+    if not isinstance(store, Mounts) or store.joined is None:
+        return False
+    return store.joined.is_local(shard[len(SHARD_PREFIX) :])
+
+
+def locate(store: Store, key: str, offset: int) -> tuple[str, int]:
+    """Return the key of the object that holds this byte, and the byte's offset in it. Only joined shards differ."""
+    store = _unwrapped(store)
+    if not key.startswith(SHARD_PREFIX) or not isinstance(store, Mounts) or store.joined is None:
+        return key, offset
+    found, at = store.joined.objects(key[len(SHARD_PREFIX) :]).find(offset)
+    return found.key, at
+
+
+def _unwrapped(store: Store) -> Store:
+    while isinstance(store, Wrapper):
+        store = store.inner
+    return store
+
+
+def check_mount(name: str, url: str, options: Mapping[str, object]) -> None:
     """Raise `UsageError` for a name that cannot be mounted, or for a store that has mounts itself."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot be the name of a mount", hint="up to 32 of the characters a-z and 0-9")
+    if (name == JOINED) != (scheme_of(url) == JOINED):
+        raise UsageError(f"the mount {name!r} has the URL {url!r:.200}", hint=f"only {JOINED!r} has {JOINED_URL!r}")
     if OPTION in options:
         raise UsageError(f"the store mounted as {name!r} has mounts itself", hint="there is one level of mounts")
 
@@ -180,12 +253,15 @@ def open_mounts(base: Store, described: object, opener: Callable[..., Store]) ->
     """
     with contextlib.ExitStack() as undo:
         undo.callback(base.close)
-        mounted: dict[str, Store] = {}
+        mounted, joined = dict[str, Store](), False
         for name, url, options in _parse_mounts(described):
-            check_mount(name, options)
+            check_mount(name, url, options)
+            if name == JOINED:
+                joined = True
+                continue
             mounted[name] = opener(url, storage_options=options)
             undo.callback(mounted[name].close)
-        mounts = Mounts(base, mounted)
+        mounts = Mounts(base, mounted, joined=joined)
         undo.pop_all()
         return mounts
 

@@ -23,7 +23,10 @@ from typing import Any
 
 from headrace.dataio.core.errors import UnsupportedError, UsageError
 
+JOINED_URL = "joined:"
+"""The URL of the reserved mount for joined shards (`headrace.dataio.store.joined`), which is no store of its own."""
 _MOUNTED: Mapping[str, Mapping[str, type]] = {
+    "joined": {},
     "file": {"direct": bool},
     "s3": {"endpoint_url": str, "region": str, "path_style": bool, "anon": bool, "requester_pays": bool},
     "http": {"public_only": bool},
@@ -43,6 +46,8 @@ class PrivateAddressError(PermissionError):
 
 def scheme_of(url: str) -> str:
     """The scheme of `url`, in lower case; `file` for a path."""
+    if url == JOINED_URL:
+        return "joined"
     scheme, separator, _ = url.partition("://")
     return scheme.lower() if separator else "file"
 

@@ -1,16 +1,20 @@
-"""An example trainer for train.sbatch: SIGUSR1 -> save -> exit code 99 (98: not saved) -> requeue -> restore."""
+"""An example trainer for train.sbatch and torchrun.sh: SIGUSR1 -> save -> exit code 99 (98: not saved) -> requeue -> restore."""
 
 import os
 import sys
 import time
 
 import torch
+import torch.distributed as dist
 
 from headrace.checkpoint import Checkpointer
 
+if dist.is_torchelastic_launched():
+    dist.init_process_group("gloo")  # "nccl" with GPUs
 STEPS = int(os.environ.get("STEPS", "1000"))
 model = torch.nn.Linear(16, 1)
 optim = torch.optim.AdamW(model.parameters())
+trained = torch.nn.parallel.DistributedDataParallel(model) if dist.is_initialized() else model
 state = {"model": model, "optim": optim}
 
 with Checkpointer(os.environ["CHECKPOINTS"], run=os.environ.get("RUN", "example")) as checkpointer:
@@ -18,7 +22,7 @@ with Checkpointer(os.environ["CHECKPOINTS"], run=os.environ.get("RUN", "example"
     first = checkpointer.restore(state) or 0
     print(f"from step {first}", flush=True)
     for step in range(first + 1, STEPS + 1):
-        loss = model(torch.randn(8, 16)).square().mean()
+        loss = trained(torch.randn(8, 16)).square().mean()
         loss.backward()
         optim.step()
         optim.zero_grad()

@@ -255,7 +255,7 @@ def nvdec_supports(info: VideoInfo) -> bool:
     return (
         info.codec in NVDEC_CODECS
         and info.pixel_format in NVDEC_FORMATS
-        and info.ext != "avi"
+        and info.format != "avi"
         # for VP9 and AV1, whose pixel format does not show it, DALI takes the colour range from the driver
         and (info.color is None or info.color.range != "pc")
         and not any(side % 2 for side in sides)
@@ -381,7 +381,7 @@ def cpu_supports(info: VideoInfo) -> bool:
 
 
 def _is_video(info: VideoInfo, color: Color) -> bool:
-    return color == "bt601" and info.ext not in IMAGE_EXTENSIONS
+    return color == "bt601" and info.format not in IMAGE_EXTENSIONS
 
 
 register_decoder(

@@ -119,8 +119,8 @@ class _Packets(msgspec.Struct, frozen=True):
 
 
 def pays(info: VideoInfo) -> bool:
-    """Whether an excerpt is worthwhile: the file has a suitable kind and is long enough."""
-    return info.ext in EXTENSIONS and info.frames >= FEW
+    """Whether an excerpt is worthwhile: the file has a suitable kind, and is long enough or longer than its window."""
+    return info.format in EXTENSIONS and (info.frames >= FEW or info.is_window)
 
 
 def excerpt(data: Media, info: VideoInfo, wanted: Wanted) -> Excerpt | None:
@@ -145,8 +145,8 @@ def excerpt(data: Media, info: VideoInfo, wanted: Wanted) -> Excerpt | None:
 def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
     """The requested key frame, and the next one after the clip. None if the index does not list their positions.
 
-    Also None for the first key frame, and for a clip after the last one, since libav trims those parts by its own
-    rules.
+    Also None for the first key frame of a file, and for a clip after the last one, since libav trims those parts by its
+    own rules. `_packets` finds whether a window begins with the first packet of its file.
     """
     keys, key = info.key_frames, wanted.key
     following = bisect_right(keys, wanted.values[-1], key=_index if wanted.by == "index" else _pts)
@@ -154,7 +154,8 @@ def _ends(info: VideoInfo, wanted: Wanted) -> tuple[KeyFrame, KeyFrame] | None:
         following == len(keys)
         or keys[following].at < 0
         or key.at < 0
-        or not keys[0].pts < key.pts < keys[following].pts
+        or not key.pts < keys[following].pts
+        or (key.pts <= keys[0].pts and not info.is_window)
     ):
         return None
     return key, keys[following]
@@ -198,7 +199,7 @@ def _packets(tables: Boxes, key: KeyFrame, following: KeyFrame) -> _Packets | No
     ):
         return None
     first, next_key = (_packet_at(place, sizes, chunks, starts) for place in (key.at, following.at))
-    if first is None or next_key is None:
+    if not first or next_key is None:
         return None
     end = min(count, next_key + _MORE)
     lasting, delayed = _expand_runs(times, time_ends, first, end), _expand_runs(delays, delay_ends, first, end)

@@ -160,7 +160,7 @@ def _draw_clip(request: Request, make_canvas: Callable[[], Surface]) -> tuple[Su
     """A canvas on which the clip is drawn, and the clip's time stamps."""
     return (
         _draw_image(request, make_canvas())
-        if request.info.ext in IMAGE_EXTENSIONS
+        if request.info.format in IMAGE_EXTENSIONS
         else _from_keys(request, make_canvas)
     )
 
@@ -396,7 +396,7 @@ _CHANNELS = frozenset(["YCbCr", "RGB", "Gray"])
 
 def is_jpeg(info: VideoInfo) -> bool:
     """Whether the index lists a JPEG image. False for Motion JPEG video."""
-    return info.codec == "mjpeg" and info.ext in IMAGE_EXTENSIONS
+    return info.codec == "mjpeg" and info.format in IMAGE_EXTENSIONS
 
 
 def decode_jpeg(request: Request) -> Any:

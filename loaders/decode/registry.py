@@ -240,7 +240,7 @@ def explain(
     among = candidates(option, device)
     passed = {one.name: reason for one in among[:-1] if one.reads(info, color) and (reason := one.missing(device_id))}
     kind = choose(info, color, [one for one in among if one.name not in passed])
-    picture = " (a picture: one frame)" if info.ext in IMAGE_EXTENSIONS else ""
+    picture = " (a picture: one frame)" if info.format in IMAGE_EXTENSIONS else ""
     return "\n".join(
         [
             f"sample {sample.key!r}: stream {info.stream} of its .{info.ext}, {info.codec} {info.width}x{info.height} "

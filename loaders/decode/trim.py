@@ -146,8 +146,9 @@ def open_media(
     """Open the container of `data`, which must be complete and of a kind that cannot name other files.
 
     libav's errors become Headrace errors. With `trusting`, the container's description of its streams is used
-    unchanged, and `ext` selects the demuxer. Otherwise libav decodes the first frames to probe the streams, and tries
-    every demuxer. `info` is the video whose size limits the frames. `extra_options` are further options for libav.
+    unchanged, and `ext`, the format of the file, selects the demuxer. Otherwise libav decodes the first frames to probe
+    the streams, and tries every demuxer. `info` is the video whose size limits the frames. `extra_options` are further
+    options for libav.
     """
     file = ViewFile(data)
     check_complete(cast(BinaryIO, file), len(data))
@@ -186,7 +187,7 @@ def open_window(request: Request, *, trusting: bool = False) -> Iterator[Window]
         window = None
         if request.info.codec in _ONE_PACKET_ONE_FRAME:
             container = stack.enter_context(
-                open_media(data, trusting=trusting, ext=request.info.ext, info=request.info)
+                open_media(data, trusting=trusting, ext=request.info.format, info=request.info)
             )
             window = read_window(container, request)
         if window is None:
@@ -232,7 +233,7 @@ def _shifted(packets: Packets, begin: int) -> Packets:
 
 def has_decode_order(request: Request) -> bool:
     """Whether the container stores decode times, or the codec decodes frames in the order in which they are shown."""
-    return request.info.ext in _WITH_DECODE_TIMES or request.info.codec in _IN_ORDER
+    return request.info.format in _WITH_DECODE_TIMES or request.info.codec in _IN_ORDER
 
 
 def _read_window(container: av.container.InputContainer, request: Request) -> Window | None:
@@ -244,18 +245,23 @@ def _read_window(container: av.container.InputContainer, request: Request) -> Wi
     ):
         return None
     try:
-        packets, times, ended = _collect(_bounded(_from_key(container, stream, wanted), request), wanted)
+        packets, times, ended = _collect(_bounded(_from_key(container, stream, request), request), wanted)
     except NoStartError:
         if wanted.key == info.key_frames[0] and wanted.key.pts == info.start_pts:
             return None
         raise
     if any(packet.pts is None for packet in packets):
         return None
-    if ended and wanted.key.index + len(times) != info.frames:
+    if ended and _is_cut_short(info, wanted.key.index + len(times)):
         raise CorruptionError(
             f"{len(times)} frames follow frame {wanted.key.index}, but the index lists {info.frames} in all"
         )
     return Window(stream, packets, times, _picks(wanted, times), stamped=True)
+
+
+def _is_cut_short(info: VideoInfo, frames: int) -> bool:
+    """Whether the file has another number of frames than the index says. The file of a window may have more."""
+    return frames < info.frames if info.is_window else frames != info.frames
 
 
 class NoStartError(CorruptionError):
@@ -292,6 +298,11 @@ def _whole_window(container: av.container.InputContainer, request: Request) -> W
     The index counted the frames by decoding from the start, so the clip must be decoded from there too.
     """
     info, wanted = request.info, request.wanted
+    if info.origin_pts:
+        raise UnsupportedError(
+            "frames of a part of a longer file must be found by their time stamps, and this file must be counted from its start",
+            hint="re-encode it, for example with ffmpeg -c:v libx264",
+        )
     stream = _video(container, info, info.stream)
     with demuxed(container, stream) as source:
         packets = [packet for packet in _bounded(source, request, decoding=False) if packet.size]
@@ -355,9 +366,10 @@ def _decoded_times(request: Request) -> list[int]:
     return sorted(times)
 
 
-def _from_key(container: av.container.InputContainer, stream: VideoStream, wanted: Wanted) -> Packets:
+def _from_key(container: av.container.InputContainer, stream: VideoStream, request: Request) -> Packets:
     """Packets in decode order from the requested key frame on, even if the container's own index is wrong."""
-    if wanted.key.index:
+    wanted = request.wanted
+    if wanted.key.index or request.info.origin_pts:
         _seek(container, wanted.key.pts, stream)
     packets = _skip_to(container, stream, wanted.key.pts)
     first_packet = next(packets, None)

@@ -90,20 +90,34 @@ def ranges(member: Member, pieces: Runs) -> list[tuple[int, int]]:
 
 def reads_part_of_video(member: Member, video: VideoInfo, clip: Clip, *, with_audio: bool) -> bool:
     """Whether clips, with their audio if `with_audio`, are read without the rest of their file."""
+    return reads_part_of_frames(member, video, frames_of(clip, video), with_audio=with_audio)
+
+
+def frames_of(clip: Clip, video: VideoInfo) -> int:
+    """The number of frames of the video from the beginning of a clip to its end."""
+    return clip.frames * clip.stride if clip.rate is None else int(clip.frames / clip.rate * video.fps)
+
+
+def reads_part_of_frames(member: Member, video: VideoInfo, frames: int, *, with_audio: bool) -> bool:
+    """Whether clips that span this many frames are read without the rest of their file."""
     is_indexed = (
-        video.codec in _FROM_KEY_FRAMES and video.ext not in _WITHOUT_TIMESTAMPS and video.key_frames[-1].at >= 0
+        video.codec in _FROM_KEY_FRAMES and video.format not in _WITHOUT_TIMESTAMPS and video.key_frames[-1].at >= 0
     )
     if not is_indexed or member.length <= 0:
         return False
-    frames = clip.frames * clip.stride
-    if clip.rate is not None:
-        frames = int(clip.frames / clip.rate * video.fps)
     if with_audio:
         frames += int(2 * _AUDIO_MARGIN * video.fps)
     group = video.frames // len(video.key_frames)
-    return (frames + 2 * group) / video.frames + size(
-        member, member.pieces.head if member.pieces else ()
-    ) / member.length <= MOST
+    part = (frames + 2 * group) / video.frames
+    if video.is_window:  # and a clip is never longer than its window
+        part = min(part, 1.0) * window_bytes(video, member.length) / member.length
+    return part + size(member, member.pieces.head if member.pieces else ()) / member.length <= MOST
+
+
+def window_bytes(video: VideoInfo, length: int) -> int:
+    """The number of bytes from the first key frame of a window to the one after it, or to the end of the file."""
+    first, last = video.key_frames[0], video.key_frames[-1]
+    return max(0, (last.at if last.index >= video.frames else length) - first.at)
 
 
 def of_clip(video: VideoInfo, wanted: Wanted, length: int) -> Span:
@@ -152,7 +166,11 @@ def _span_between(video: VideoInfo, first_key: int, next_key: int, length: int) 
 def reads_part_of_audio(sample: Sample, member: Member, audio: AudioInfo, seconds: float) -> bool:
     """Whether windows of this many seconds are read without the rest of their file."""
     duration, video = audio.samples / audio.sample_rate, _video_of(sample, audio)
-    if audio.ext in _WITHOUT_TIMESTAMPS or duration <= 0 or (video is not None and video.key_frames[-1].at < 0):
+    if (
+        audio.ext.rpartition(".")[2] in _WITHOUT_TIMESTAMPS
+        or duration <= 0
+        or (video is not None and video.key_frames[-1].at < 0)
+    ):
         return False
     group = 0.0 if video is None else float(video.frames / video.fps) / len(video.key_frames)
     head = size(member, member.pieces.head if member.pieces else ())

@@ -65,6 +65,7 @@ class PartialFile:
         read_direct: reads directly from the store.
         heads: holds pieces of file heads. This file takes pieces from it and adds its own.
         read_later: reads directly from the store after a delay, through another connection.
+        describe: returns the name in errors for an offset of the object. The default is `name`.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class PartialFile:
         read_direct: Read,
         heads: HeadCache,
         read_later: Read | None = None,
+        describe: Callable[[int], str] | None = None,
     ) -> None:
         assert member.pieces is not None
         self._name, self._member, self._read, self._heads = name, member, read, heads
         self._retries = (read_direct, read_later) if read_later is not None else (read_direct,)
         self._pieces: Pieces = member.pieces
+        self._describe = describe or (lambda _: name)
         self._unchecked = dict[int, memoryview]()  # not compared with their digests yet
         self._checked = dict[int, memoryview]()
         self._unpredicted = OrderedDict[int, None]()
@@ -149,11 +152,12 @@ class PartialFile:
                 if not matches(self._pieces, number, view):
                     view = read_again(byte_ranges.ranges(self._member, ((number, 1),)))[0]
         except (NotFoundError, RangeError) as error:
-            raise CorruptionError(f"{self._name}: {error.message}", hint=error.hint) from error
+            described = self._describe(self._member.offset + number * self._pieces.size)
+            raise CorruptionError(f"{described}: {error.message}", hint=error.hint) from error
         if not matches(self._pieces, number, view):
             offset = self._member.offset + number * self._pieces.size
             raise CorruptionError(
-                f"{self._name}: the {len(view)} bytes at {offset} are not those that were packed",
+                f"{self._describe(offset)}: the {len(view)} bytes at {offset} are not those that were packed",
                 hint="check the dataset with `headrace verify`",
             )
         return view

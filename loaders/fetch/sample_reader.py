@@ -29,6 +29,7 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFound
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.sample import Files, Member, Sample
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.mounts import describe_damage
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.byte_ranges import Runs
@@ -113,7 +114,8 @@ class SampleReader:
     """
 
     def __init__(self, reader: ShardReader, store: Store, head_cache_bytes: int = HEAD_CACHE_BYTES) -> None:
-        self._reader, self._direct, self._heads = reader, StoreReader(store), HeadCache(head_cache_bytes)
+        self._reader, self._store, self._direct = reader, store, StoreReader(store)
+        self._heads = HeadCache(head_cache_bytes)
 
     def fetch(self, sample: Sample, needs: Needs) -> dict[str, Media]:
         """The requested files by extension, read-only.
@@ -132,7 +134,7 @@ class SampleReader:
                 is_valid = len(view) == member.length and _matches_checksum(view, member.xxh3)
                 media[member.ext] = view if is_valid else self._read_again(sample.shard, member)
         except (NotFoundError, RangeError) as error:
-            raise _missing_bytes(sample.shard, error) from error
+            raise self._missing_bytes(sample.shard, whole_members, error) from error
         if len(whole_members) < len(members):
             media |= {m.ext: self._open(sample.shard, m, runs) for m in members if (runs := needs[m.ext]) is not None}
         return media
@@ -145,6 +147,7 @@ class SampleReader:
             read=functools.partial(self._reader.read, shard),
             read_direct=functools.partial(self._direct.read, shard),
             read_later=functools.partial(self._direct.read_later, shard),
+            describe=functools.partial(describe_damage, self._store, shard),
             heads=self._heads,
         )
         file.prefetch(runs)
@@ -163,7 +166,7 @@ class SampleReader:
                 if not _matches_checksum(view, member.xxh3):
                     view[:] = self._read_again(files.shard, member)
         except (NotFoundError, RangeError) as error:
-            raise _missing_bytes(files.shard, error) from error
+            raise self._missing_bytes(files.shard, files.members, error) from error
         return sum([len(view) for _, view in pieces])
 
     def fetch_first(self, targets: Sequence[tuple[Files, memoryview]]) -> int:
@@ -243,9 +246,14 @@ class SampleReader:
             )
             return view
         raise CorruptionError(
-            f"{shard}: the {length} bytes at {offset} are not those that were packed",
+            f"{describe_damage(self._store, shard, offset)}: the {length} bytes at {offset} are not those that were packed",
             hint="check the dataset with `headrace verify`",
         )
+
+    def _missing_bytes(self, shard: str, members: Sequence[Member], error: HeadraceError) -> CorruptionError:
+        """The error for a shard that is missing, or too short for a range. Of a joined shard, it names the object."""
+        name = describe_damage(self._store, shard, *(member.offset for member in members))
+        return CorruptionError(f"{name}: {error.message}", hint=error.hint)
 
 
 def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:
@@ -315,11 +323,6 @@ def _checked(files: Sequence[_PlacedFile]) -> dict[str, memoryview] | None:
         if digest.intdigest() != file.member.xxh3:
             return None
     return others
-
-
-def _missing_bytes(shard: str, error: HeadraceError) -> CorruptionError:
-    """The error for a shard that is missing, or too short for the range."""
-    return CorruptionError(f"{shard}: {error.message}", hint=error.hint)
 
 
 def _matches_checksum(view: memoryview, xxh3: int) -> bool:

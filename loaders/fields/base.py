@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.sample import Sample
+from headrace.loaders.clip import ClipTimes
 from headrace.loaders.interfaces import Collate as Collate  # for fields of users
 from headrace.loaders.interfaces import SampleRef
 
@@ -34,6 +37,8 @@ class FieldInput(msgspec.Struct, frozen=True, gc=False):
         sample: the sample, as the index describes it.
         files: the whole contents of the files that the field needs, read-only, by extension. Their digests are checked.
         ref: the part (clip, window) of the sample, and its position in the order.
+        times: when the frames of the clips of the `Video` fields are shown, by the names of these fields. `instants`
+            returns them in seconds.
 
     Example:
         >>> import dataclasses, torch
@@ -50,6 +55,38 @@ class FieldInput(msgspec.Struct, frozen=True, gc=False):
     sample: Sample
     files: Mapping[str, memoryview]
     ref: SampleRef
+    times: Mapping[str, ClipTimes] = {}
+
+    def instants(self, name: str) -> tuple[Fraction, ...]:
+        """Return when each frame of the clip of a `Video` field is shown, in seconds on the sample's clock.
+
+        Args:
+            name (str): name of the field.
+
+        Raises:
+            UsageError: there is no `Video` field of this name, or the sample lacks its file.
+
+        Example:
+            >>> import dataclasses
+            >>> @dataclasses.dataclass(frozen=True)
+            ... class Length(Field):
+            ...     def decode(self, data):
+            ...         instants = data.instants("front")
+            ...         return float(instants[-1] - instants[0])
+            >>> fields = {"front": Video(Clip(frames=4), size=(32, 32)), "length": Length()}
+            >>> loader = Loader(clips, batch_size=2, fields=fields)
+            >>> next(iter(loader))["length"].shape
+            torch.Size([2])
+            >>> loader.close()
+        """
+        times = self.times.get(name)
+        if times is None:
+            known = ", ".join(map(repr, self.times)) or "none"
+            raise UsageError(
+                f"the loader has no clip of a Video field {name!r:.80} for sample {self.sample.key!r}",
+                hint=f"the clips of this sample: {known}",
+            )
+        return times.seconds
 
     def generator(self) -> torch.Generator:
         """Return a new random generator, whose seed depends on the loader's seed, the epoch and the sample."""
@@ -72,6 +109,8 @@ class Field(ABC):
         in_place: whether `decode` looks only at the start of its one file, and returns the array that is stored after
             it, to the end of the file. The loader then reads the arrays of other files with the same start directly
             into the batch, and does not call `decode` for them. Default: False.
+        entries: further entries of the field, `<name>.<entry>`, and their values for samples that lack an optional
+            field. With them, `decode` returns the value and a dict of these values. Default: none.
 
     Example:
         >>> import dataclasses
@@ -92,6 +131,7 @@ class Field(ABC):
     required: bool = True
     uses_caption: bool = False
     in_place: bool = False
+    entries: Mapping[str, Any] = {}
 
     @abstractmethod
     def decode(self, data: FieldInput) -> Any:

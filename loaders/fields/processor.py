@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.sample import Sample
+from headrace.loaders.clip import ClipTimes
 from headrace.loaders.decode.base import Fit
 from headrace.loaders.fetch.byte_ranges import union
 from headrace.loaders.fields.base import Field, FieldInput
@@ -48,18 +49,34 @@ class MediaFields(msgspec.Struct, frozen=True):
         processor: makes the values of one or two fields.
         names: maps the names of the processor's results to the names of entries.
         draws: whether it may write pixels into the memory of the batch.
+        video: the name of the `Video` field, if there is one. Other fields get the times of its frames.
+        file: the extension of the file with the video, if it is not the sample's own video.
+        absent: the values of a sample without that file, by the names of entries, if the field is optional.
     """
 
     processor: Processor
     names: Mapping[str, str]
     draws: bool = False
+    video: str | None = None
+    file: str | None = None
+    absent: Mapping[str, Any] | None = None
+
+    def is_absent(self, sample: Sample) -> bool:
+        """Whether the sample lacks the optional file."""
+        return self.absent is not None and all(member.ext != self.file for member in sample.members)
+
+    def error_of(self, error: HeadraceError) -> HeadraceError:
+        """The error with the name of the field, if samples have several videos."""
+        if self.file is None or not isinstance(error, DAMAGE):
+            return error
+        return type(error)(f"field {self.video!r}: {error.message}", hint=error.hint)
 
 
 class FieldsProcessor:
     """Makes the values of all fields.
 
     Args:
-        media: the `Video` and `Audio` fields.
+        media: the `Video` and `Audio` fields. Those that others are like come first.
         fields: all other fields, by name.
         order: the names of all fields, in the order of the batch's entries.
         layout: how the batch holds them.
@@ -96,6 +113,8 @@ class FieldsProcessor:
             return self._fixed_needs
         needs: dict[str, Any] = {}
         for part in self._media:
+            if part.is_absent(ref.sample):
+                continue
             for ext, runs in part.processor.needs(ref).items():
                 needs[ext] = _joined(needs[ext], runs) if ext in needs else runs
         available = {member.ext for member in ref.sample.members}
@@ -108,55 +127,52 @@ class FieldsProcessor:
         return media + sum([field.nbytes(sample) for field in self._costed])
 
     def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        values: list[dict[str, Any]] = [{} for _ in fetched]
-        numbers: list[dict[str, Any]] = [{} for _ in fetched]
-        errors: list[HeadraceError | None] = [None] * len(fetched)
+        made = [_Made(one) for one in fetched]
         for part in self._media:
-            inputs = fetched if part.draws else [replace(sample, target=None) for sample in fetched]
-            for slot, result in enumerate(part.processor.process(inputs)):
-                if isinstance(result, HeadraceError):
-                    errors[slot] = errors[slot] or result
-                    continue
-                values[slot] |= {part.names[name]: tensor for name, tensor in result.tensors.items()}
-                numbers[slot] |= {part.names[name]: n for name, n in result.values.items() if name in part.names}
-        prefixes: list[dict[str, tuple[str, bytes]]] = [{} for _ in fetched]
-        for slot, sample in enumerate(fetched):
-            errors[slot] = errors[slot] or self._decode(sample, values[slot], prefixes[slot])
+            _process_media(part, [one for one in made if one.error is None])
+        for one in made:
+            if one.error is None:
+                one.error = self._decode(one)
         return [
-            error
+            one.error
             or ProcessedSample(
-                sample.ref.sample, {name: of_sample[name] for name in self._order}, extra, prefixes=before
+                one.fetched.ref.sample,
+                {name: one.values[name] for name in self._order},
+                one.numbers,
+                prefixes=one.prefixes,
             )
-            for sample, error, of_sample, extra, before in zip(fetched, errors, values, numbers, prefixes, strict=True)
+            for one in made
         ]
 
     def close(self) -> None:
         for part in self._media:
             part.processor.close()
 
-    def _decode(
-        self, fetched: FetchedSample, values: dict[str, Any], prefixes: dict[str, tuple[str, bytes]]
-    ) -> HeadraceError | None:
+    def _decode(self, made: _Made) -> HeadraceError | None:
         """Add the values of the other fields, and the bytes before them in their files.
 
         Returns the error if one of them is damaged.
         """
+        fetched, values = made.fetched, made.values
         sample, placed, in_place = fetched.ref.sample, fetched.placed, self._layout.in_place
         for name, field in self._fields.items():
             if placed and name in in_place and field.files[0] in placed:
                 values[name] = IN_PLACE
                 continue
             if not field.required and not all(ext in fetched.media for ext in field.files):
-                values[name] = None
+                values |= {name: None} | {f"{name}.{entry}": one for entry, one in field.entries.items()}
                 continue
             files = {ext: fetched.media[ext][:] for ext in field.files}
             try:
-                value = field.decode(FieldInput(sample, files, fetched.ref))
+                value = field.decode(FieldInput(sample, files, fetched.ref, made.times))
                 if name in self._aligned:
                     value = align_mask(value, fetched.ref, self._aligned[name])
+                if field.entries:
+                    value, further = value
+                    values |= {f"{name}.{entry}": further[entry] for entry in field.entries}
                 values[name] = value
                 if name in in_place and (prefix := _prefix(files[field.files[0]], value)) is not None:
-                    prefixes[name] = field.files[0], prefix
+                    made.prefixes[name] = field.files[0], prefix
             except DAMAGE as error:
                 return type(error)(f"field {name!r}: {error.message}", hint=error.hint)
             except Exception as error:
@@ -165,11 +181,55 @@ class FieldsProcessor:
         return None
 
 
+class _Made:
+    """What is made of one sample so far: values of entries, numbers, times of clips, or an error."""
+
+    def __init__(self, fetched: FetchedSample) -> None:
+        self.fetched = fetched
+        self.values: dict[str, Any] = {}
+        self.numbers: dict[str, Any] = {}
+        self.times: dict[str, ClipTimes] = {}
+        self.prefixes: dict[str, tuple[str, bytes]] = {}
+        self.error: HeadraceError | None = None
+
+    def add(self, part: MediaFields, result: ProcessedSample) -> None:
+        """Add the values of `part`."""
+        self.values |= {part.names[name]: tensor for name, tensor in result.tensors.items()}
+        self.numbers |= {part.names[name]: n for name, n in result.values.items() if name in part.names}
+        if part.video is not None and result.times is not None:
+            self.times[part.video] = result.times
+
+    def add_absent(self, part: MediaFields) -> None:
+        """Add what stands for the values of an optional video."""
+        self.values |= part.absent or {}
+        numbers = part.processor.layout.numbers
+        self.numbers |= {part.names[name]: 0 for name in numbers if name in part.names}
+
+
+def _process_media(part: MediaFields, made: Sequence[_Made]) -> None:
+    """Add the values or the errors of `Video` and `Audio` fields."""
+    present = [one for one in made if not part.is_absent(one.fetched.ref.sample)]
+    for one in made if len(present) < len(made) else ():
+        if part.is_absent(one.fetched.ref.sample):
+            one.add_absent(part)
+    inputs = [one.fetched if part.draws and not one.times else _input_of(part, one) for one in present]
+    for one, result in zip(present, part.processor.process(inputs), strict=True):
+        if isinstance(result, HeadraceError):
+            one.error = part.error_of(result)
+        else:
+            one.add(part, result)
+
+
+def _input_of(part: MediaFields, made: _Made) -> FetchedSample:
+    return replace(made.fetched, target=made.fetched.target if part.draws else None, times=made.times)
+
+
 def align_mask(mask: Any, ref: SampleRef, specs: Sequence[ClipSpec]) -> Any:
     """Scale, crop, mirror and rotate a mask as the frames of the sample's video. `specs` are indexed by stream."""
     from headrace.loaders.fields.pictures import fit_mask
 
-    spec, video = specs[ref.stream if len(specs) > 1 else 0], ref.sample.video
+    spec = specs[ref.stream if len(specs) > 1 else 0]
+    video = ref.sample.video_of(spec.file)
     if video is None:
         raise UnsupportedError("the sample has no video that the mask could be aligned with")
     rotation = video.rotation % 360 if spec.rotate else 0

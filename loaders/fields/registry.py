@@ -24,6 +24,7 @@ _BUILT_IN = {
     "json": "headrace.loaders.fields.text:Json",
     "mask": "headrace.loaders.fields.pictures:Mask",
     "npy": "headrace.loaders.fields.arrays:Npy",
+    "rows": "headrace.loaders.fields.rows:Rows",
     "safetensors": "headrace.loaders.fields.arrays:Safetensors",
     "text": "headrace.loaders.fields.text:Text",
     "video": "headrace.loaders.fields.video:Video",

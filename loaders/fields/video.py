@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.shards.dataset import Dataset
-from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS, VIDEO_EXTENSIONS
 from headrace.loaders.clip import Clip, ClipCounts
 from headrace.loaders.decode import registry
 from headrace.loaders.decode.base import Color, PixelFormat
@@ -44,10 +44,10 @@ MAX_SIDE = 16_384
 @suggests_arguments()
 @dataclass(frozen=True)
 class Video:
-    """A clip of the sample's video: uint8 (T, 3, H, W) for each sample.
+    """A clip of a video of the sample: uint8 (T, 3, H, W) for each sample.
 
-    The entry `<name>.start`, float64 (B,), has the start of each clip in seconds. With raw planes, a clip is
-    (T, H * 3 / 2, W), and the entry `<name>.color`, int64 (B, 2), has the matrix and the range of each clip.
+    The entry `<name>.start`, float64 (B,), has the start of each clip in seconds on the sample's clock. With raw planes,
+    a clip is (T, H * 3 / 2, W), and the entry `<name>.color`, int64 (B, 2), has the matrix and the range of each clip.
     `planes_to_rgb` converts them.
 
     Args:
@@ -57,6 +57,12 @@ class Video:
         crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder: as in `VideoLoader`.
         pixel_format (str): "rgb", or raw planes without colour conversion: "yuv420p" or "nv12", uint8 with half the
             bytes of RGB, or "yuv420p10", uint16 with 10 bits. Sides are even, and PyAV decodes. Default: "rgb".
+        file (str | None): extension of the file with the video, such as "cam1.mp4". Default: None, the sample's own
+            video (`Sample.video`).
+        like (str | None): name of another `Video` field. The clip then shows the instants of the frames of that field,
+            and has as many frames. A sample whose video shows nothing at one of them is a bad sample. Default: None.
+        required (bool): leave out samples that lack `file`. With False they stay: their clip is zeros, and the entry
+            `<name>.present`, bool (B,), says which samples have it. Default: True.
 
     Raises:
         UsageError: an option is invalid.
@@ -81,6 +87,9 @@ class Video:
     layout: str = "TCHW"
     decoder: str = "auto"
     pixel_format: PixelFormat = "rgb"
+    file: str | None = None
+    like: str | None = None
+    required: bool = True
 
     def __post_init__(self) -> None:
         clip: object = self.clip
@@ -90,9 +99,28 @@ class Video:
         check_choice("color", self.color, ("bt601", "tagged", "fast"))
         check_choice("pixel_format", self.pixel_format, ("rgb", "yuv420p", "nv12", "yuv420p10"))
         registry.check_option(self.decoder)
+        self._check_file()
         self.spec()
         if self.pixel_format != "rgb":
             self._check_planes()
+
+    def _check_file(self) -> None:
+        """Raise `UsageError` if `file`, `like`, `required` and `clip` do not go together."""
+        checked("required", self.required, bool)
+        if self.file is not None:
+            name: str = checked("file", self.file, str, 'an extension, such as "cam1.mp4"').removeprefix(".").lower()
+            if name.rpartition(".")[2] not in VIDEO_EXTENSIONS:
+                raise UsageError(
+                    f"file={self.file!r:.200} is not a video file of a sample",
+                    hint='give the extension of a video, such as "cam1.mp4"',
+                )
+            object.__setattr__(self, "file", name)
+        if self.like is not None and (not isinstance(self.like, str) or self.clip is not None):
+            raise UsageError(
+                f"a field with like={self.like!r:.80} shows the instants of that field", hint="leave clip out"
+            )
+        if not self.required and self.file is None:
+            raise UsageError("required=False is for a field with file=", hint='such as file="cam1.mp4"')
 
     def _check_planes(self) -> None:
         """Raise `UsageError` for options that planes do not have."""
@@ -122,6 +150,7 @@ class Video:
             audio.samples(clip)
         return ClipSpec(
             clip=clip,
+            file=self.file,
             size=_size(self.size),
             rotate=checked("rotate", self.rotate, bool),
             audio=audio,
@@ -132,7 +161,10 @@ class Video:
         )
 
     def condition(self, buckets: Buckets | None = None) -> HasValue:
-        """The samples that have the field. They include images only if clips, or those of a bucket, have one frame."""
+        """The samples that have the field, if it has no `file`.
+
+        They include images only if clips, or those of a bucket, have one frame.
+        """
         frames = self.spec().clip.frames
         takes_images = frames == 1 if buckets is None else buckets.takes_images(frames)
         return HasValue("video_ext", () if takes_images else tuple(sorted(IMAGE_EXTENSIONS)))
@@ -145,8 +177,8 @@ class Image(Video):
 
     Args:
         clip (Clip | None): which frame of a video; its `frames` is 1. Default: `Clip(frames=1)`.
-        size, crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder, pixel_format: as in `Video`.
-            `layout` names the axes of a clip; the entry has no axis T.
+        size, crop, flip_prob, antialias, rotate, color, normalize, dtype, layout, decoder, pixel_format, file, required:
+            as in `Video`. `layout` names the axes of a clip; the entry has no axis T. There is no `like`.
 
     Raises:
         UsageError: an option is invalid.
@@ -159,6 +191,8 @@ class Image(Video):
     """
 
     def __post_init__(self) -> None:
+        if self.like is not None:
+            raise UsageError("an Image is not like another field", hint="use Video(like=...)")
         if self.clip is None:
             object.__setattr__(self, "clip", Clip(frames=1))
         super().__post_init__()

@@ -9,7 +9,7 @@ Failure behaviour: `process` returns the error of a damaged sample at the sample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
@@ -20,7 +20,7 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, Unsuppor
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.media.container import other_videos
 from headrace.dataio.shards.sample import Sample, VideoInfo
-from headrace.loaders.clip import Clip, Wanted, choose
+from headrace.loaders.clip import Clip, ClipTimes, Wanted, choose
 from headrace.loaders.decode import resize
 from headrace.loaders.decode.base import Color, Decoded, Decoder, Fit, PixelFormat, Planes, Request, planes_bytes
 from headrace.loaders.decode.pyav import beginning
@@ -82,9 +82,10 @@ checked every time."""
 
 
 class ClipSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The format of a finished clip."""
+    """The format of a finished clip. `file` is the extension of the video's file; None is the sample's own video."""
 
     clip: Clip
+    file: str | None = None
     size: tuple[int, int] | None = None
     rotate: bool = False
     audio: AudioSpec | None = None
@@ -122,9 +123,9 @@ def together(specs: Sequence[ClipSpec], *, transformed: bool) -> Callable[[Seque
 
 def _beginning(ref: SampleRef, spec: ClipSpec) -> Hashable:
     """A value that is equal for clips that may share their decoding."""
-    video = ref.sample.video
+    video = ref.sample.video_of(spec.file)
     try:
-        begins = None if video is None else beginning(video.ext, wanted_by(ref, video, spec.clip))
+        begins = None if video is None else beginning(video.format, wanted_by(ref, video, spec.clip))
     except CorruptionError:
         return None
     return None if begins is None else (ref.source, ref.sample.id, begins)
@@ -132,7 +133,7 @@ def _beginning(ref: SampleRef, spec: ClipSpec) -> Hashable:
 
 def _pixels(ref: SampleRef, spec: ClipSpec) -> int:
     """Approximate number of pixels that are decoded, without the frames between the key frame and the clip."""
-    video = ref.sample.video
+    video = ref.sample.video_of(spec.file)
     return 0 if video is None else video.width * video.height * min(video.frames, spec.clip.frames * spec.clip.stride)
 
 
@@ -146,6 +147,27 @@ def _instant(video: VideoInfo, frame: int) -> Fraction:
     return (video.start_pts + Fraction(frame, video.frames) * video.duration_pts) * video.time_base
 
 
+def _in_audio(sample: Sample, video: VideoInfo, ext: str, start: Fraction) -> Fraction:
+    """The time in the file with the audio, if `start` is the time in the file of the video.
+
+    A separate audio file begins when the video does. The files of videos have one clock.
+    """
+    if ext == video.ext:
+        return start
+    other = sample.video_of(ext)
+    if other is None:
+        return start - video.start_pts * video.time_base
+    return start - video.origin_pts * video.time_base + other.origin_pts * other.time_base
+
+
+def _no_video(file: str | None) -> UnsupportedError:
+    if file is None:
+        return UnsupportedError("the sample holds no video")
+    return UnsupportedError(
+        f"the index does not describe a video in the sample's .{file}", hint="index the dataset again"
+    )
+
+
 class ClipProcessor:
     """Turns files into clips.
 
@@ -154,13 +176,20 @@ class ClipProcessor:
     and "color", int64 (2,), has its matrix and range.
     """
 
-    def __init__(self, spec: ClipSpec, decoder: Decoder, audio_decoder: AudioDecoder | None = None) -> None:
+    def __init__(
+        self,
+        spec: ClipSpec,
+        decoder: Decoder,
+        audio_decoder: AudioDecoder | None = None,
+        delivered: Collection[str] = (),
+    ) -> None:
         """Create the processor.
 
         Args:
             spec: the format of the clips.
             decoder: decodes the video.
             audio_decoder: decodes the audio. Default: `decode_audio`.
+            delivered: extensions of further videos that the batches hold, too.
         """
         self._spec, self._decoder = spec, decoder
         if audio_decoder is None and spec.audio is not None:
@@ -168,7 +197,7 @@ class ClipProcessor:
 
             audio_decoder = decode_audio
         self._audio_decoder, self._warned = audio_decoder, False
-        self._known_files = set[tuple[str, ...]]()
+        self._known_files, self._delivered = set[tuple[str, ...]](), frozenset(delivered)
 
     @property
     def layout(self) -> SampleLayout:
@@ -178,8 +207,16 @@ class ClipProcessor:
         return SampleLayout((*pixels, "audio"), {"clip": torch.float64, "audio_samples": torch.int64})
 
     def needs(self, ref: SampleRef) -> Needs:
+        clip = self._spec.clip
+        return self.needs_of(ref, lambda video: (wanted_by(ref, video, clip), byte_ranges.frames_of(clip, video)))
+
+    def needs_of(self, ref: SampleRef, select: Callable[[VideoInfo], tuple[Wanted, int]]) -> Needs:
+        """The files and ranges of a clip.
+
+        `select` returns the frames that the clip has of a video, and how many frames of it a clip spans.
+        """
         sample, spec = ref.sample, self._spec
-        video, audio = sample.video, sample.audio if spec.audio else None
+        video, audio = sample.video_of(spec.file), sample.audio if spec.audio else None
         needs: dict[str, Runs | None] = {} if video is None else {video.ext: None}
         if audio is not None:
             needs[audio.ext] = None
@@ -189,38 +226,46 @@ class ClipProcessor:
         if video is None or (video_member is None and audio_member is None):  # most files are short
             return needs
         try:
-            wanted = wanted_by(ref, video, spec.clip)
-        except CorruptionError:
+            wanted, spanned = select(video)
+        except DAMAGE:
             return needs
         start = wanted.values[0] * video.time_base if wanted.by == "pts" else _instant(video, wanted.values[0])
         seconds = Fraction(spec.audio.samples(spec.clip), spec.audio.sample_rate) if spec.audio else Fraction(0)
         inside = audio is not None and not separate
-        if video_member is not None and byte_ranges.reads_part_of_video(
-            video_member, video, spec.clip, with_audio=inside
+        if video_member is not None and byte_ranges.reads_part_of_frames(
+            video_member, video, spanned, with_audio=inside
         ):
             spans = [byte_ranges.of_clip(video, wanted, video_member.length)]
             if inside:
                 spans.append(byte_ranges.of_time(video, start, start + seconds, video_member.length))
             needs[video.ext] = byte_ranges.runs(video_member, spans)
         if audio_member and audio and byte_ranges.reads_part_of_audio(sample, audio_member, audio, float(seconds)):
-            start -= video.start_pts * video.time_base
+            start = _in_audio(sample, video, audio.ext, start)
+            if (other := sample.video) is not None and other.ext == audio.ext:
+                start -= other.start_pts * other.time_base
             needs[audio.ext] = byte_ranges.runs(
                 audio_member, [byte_ranges.of_window(sample, audio, start, seconds, audio_member.length)]
             )
         return needs
 
     def cost(self, sample: Sample) -> int:
-        video = sample.video
+        spec = self._spec
+        video = sample.video_of(spec.file)
         if video is None:
             return 0
-        spec = self._spec
         if spec.pixel_format != "rgb":
             return planes_bytes(video, spec.clip.frames, spec.size, spec.pixel_format)
         size = None if self._is_rotated(video) else spec.size
         return self._decoder.clip_bytes(video, spec.clip.frames, size, spec.color)
 
     def process(self, fetched: Sequence[FetchedSample]) -> list[ProcessedSample | HeadraceError]:
-        requests = [self._request(one) for one in fetched]
+        return self.process_at(fetched, lambda one, video: wanted_by(one.ref, video, self._spec.clip))
+
+    def process_at(
+        self, fetched: Sequence[FetchedSample], select: Callable[[FetchedSample, VideoInfo], Wanted]
+    ) -> list[ProcessedSample | HeadraceError]:
+        """The clips whose frames `select` chooses of the samples' videos."""
+        requests = [self._request(one, select) for one in fetched]
         decoded = iter(self._decoder.decode([r for r in requests if isinstance(r, Request)]))
         return [
             self._finish(one, request, next(decoded)) if isinstance(request, Request) else request
@@ -230,16 +275,18 @@ class ClipProcessor:
     def close(self) -> None:
         self._decoder.close()
 
-    def _request(self, fetched: FetchedSample) -> Request | HeadraceError:
+    def _request(
+        self, fetched: FetchedSample, select: Callable[[FetchedSample, VideoInfo], Wanted]
+    ) -> Request | HeadraceError:
         ref = fetched.ref
-        video = ref.sample.video
+        video = ref.sample.video_of(self._spec.file)
         if video is None:
-            return UnsupportedError("the sample holds no video")
-        if len(ref.sample.members) > 1 and not self._warned:
+            return _no_video(self._spec.file)
+        if len(ref.sample.members) > 1 and not self._warned and self._spec.file is None:
             self._warn_of_others(ref.sample, video)
         try:
-            wanted = wanted_by(ref, video, self._spec.clip)
-        except CorruptionError as error:
+            wanted = select(fetched, video)
+        except DAMAGE as error:
             return error
         return Request(
             fetched.media[video.ext],
@@ -258,13 +305,13 @@ class ClipProcessor:
             return
         if len(self._known_files) < _MOST_SEEN:
             self._known_files.add(names)
-        if further := other_videos(names, video.ext):
+        if further := [ext for ext in other_videos(names, video.ext) if ext not in self._delivered]:
             self._warned = True
             listed = ", ".join(f".{ext}" for ext in further)
             warn_once(
                 _log,
                 f"samples hold more than one video, and one is delivered: of {sample.key!r} .{video.ext}, and not {listed}; "
-                "to train on the others too, pack each as a sample of its own",
+                f'Loader delivers the others with a field Video(file="{further[0]}")',
                 "job",
             )
 
@@ -296,7 +343,7 @@ class ClipProcessor:
                 f"{len(decoded.frames)} frames were decoded, {len(request.wanted.values)} were requested"
             )
         start = decoded.pts[0] * request.info.time_base
-        values: dict[str, float] = {"clip": float(start)}
+        values: dict[str, float] = {"clip": float(request.info.seconds(decoded.pts[0]))}
         if request.planes:
             if decoded.color is None:
                 return UnsupportedError("the decoder does not make planes", hint='use decoder="pyav"')
@@ -310,7 +357,8 @@ class ClipProcessor:
                 )
             except DAMAGE as error:
                 return error
-        return ProcessedSample(fetched.ref.sample, tensors, values)
+        times = ClipTimes(request.info, decoded.pts)
+        return ProcessedSample(fetched.ref.sample, tensors, values, times=times)
 
     def _fit(self, fetched: FetchedSample, request: Request, frames: torch.Tensor) -> torch.Tensor:
         spec = self._spec
@@ -326,8 +374,7 @@ class ClipProcessor:
         samples = audio_spec.samples(self._spec.clip)
         if info is None or self._audio_decoder is None:
             return torch.zeros(audio_spec.channels, samples), 0
-        if info.ext != video.ext:  # a separate audio file begins when the video does
-            start -= video.start_pts * video.time_base
+        start = _in_audio(fetched.ref.sample, video, info.ext, start)
         from headrace.loaders.processors.audio import finish_audio
 
         return finish_audio(self._audio_decoder, fetched, info, start, audio_spec, samples)

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.dataio.sidecar.conftest import wait_for
+from tests.support.tier_nodes import free_port
 
 SLURM = Path(__file__).parents[2] / "deploy" / "slurm"
 
@@ -139,6 +140,56 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) ->
     assert (line["job"], line["last_step"]) == ("example", stopped + 30)
     node.script("epilog.sh", 7)
     wait_for(lambda: node.daemon is None)
+
+
+@pytest.mark.parametrize(("how", "trainers"), [("to the script", 2), ("to all processes", 1)])
+def test_trainers_under_torchrun_save_and_their_code_reaches_slurm(node: Node, how: str, trainers: int) -> None:
+    environment = {**node.environment, "STEPS": "100000", "STEP_SECONDS": "0.01", "HEADRACE_SIDECAR": ""}
+    environment["TORCHRUN"] = f"{sys.executable} -m torch.distributed.run"
+
+    def start(name: str, steps: int) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
+        """Start two nodes."""
+        port = free_port("127.0.0.1")
+        options = [
+            "--nnodes=2",
+            f"--nproc-per-node={trainers}",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+        ]
+        command = ["bash", SLURM / "torchrun.sh", *options, f"--rdzv-id={name}", SLURM / "train.py"]
+        logs, tasks = [node.folder / f"{name}-{number}.log" for number in range(2)], []
+        for log in logs:
+            with open(log, "wb") as out:
+                of_task = {**environment, "STEPS": str(steps)}
+                tasks.append(subprocess.Popen(command, env=of_task, stdout=out, stderr=out, start_new_session=True))
+        return tasks, logs
+
+    tasks, logs = start("first", 100_000)
+    try:
+        wait_for(lambda: all(log.read_text().count("from step 0") == trainers for log in logs), 120)
+        if how == "to the script":
+            os.kill(tasks[0].pid, signal.SIGUSR1)
+        else:
+            os.killpg(tasks[0].pid, signal.SIGUSR1)
+        assert [task.wait(120) for task in tasks] == [99, 99], logs[0].read_text() + logs[1].read_text()
+        stopped = {line for log in logs for line in log.read_text().splitlines() if line.startswith("saved step")}
+        assert len(stopped) == 1
+        step = int(stopped.pop().split()[2])
+        tasks, logs = start("again", step + 20)
+        assert [task.wait(120) for task in tasks] == [0, 0], logs[0].read_text() + logs[1].read_text()
+        assert logs[0].read_text().count(f"from step {step}\n") == trainers
+    finally:
+        for task in tasks:
+            if task.poll() is None:
+                os.killpg(task.pid, signal.SIGKILL)
+
+
+def test_a_trainer_that_fails_under_torchrun_is_not_requeued(node: Node) -> None:
+    environment = {**node.environment, "TORCHRUN": f"{sys.executable} -m torch.distributed.run", "CHECKPOINTS": "x://y"}
+    command = ["bash", SLURM / "torchrun.sh", "--standalone", "--nproc-per-node=1", SLURM / "train.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert "x://" in done.stderr
+    assert done.returncode == 1
 
 
 # --- a user that prepares the directories which root comes to

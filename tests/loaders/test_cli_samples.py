@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from headrace.checkpoint import Checkpointer
 from headrace.dataio import pack
 from headrace.dataio.cli import main
 from headrace.dataio.core.errors import MismatchError, UsageError
@@ -28,6 +30,8 @@ from headrace.loaders import (
 )
 from headrace.loaders.cli_samples import loader_of_state
 from tests.support.batches import take
+from tests.support.latents import latent_loader, latents_url
+from tests.support.ranks import launch
 
 pytestmark = pytest.mark.slow
 
@@ -142,3 +146,75 @@ def test_what_is_no_state_is_refused(
 def test_steps_are_an_ascending_range(made_dataset: Dataset, steps: range) -> None:
     with LOADERS["files"](made_dataset) as loader, pytest.raises(UsageError, match="not a range of steps"):
         list(loader.samples_of_steps(steps))
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return latents_url(tmp_path_factory)
+
+
+def samples(latents: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[int, list[str]]:
+    """The keys of each step that `headrace samples` lists."""
+    assert main(["samples", latents, "--trust-mounts", *arguments]) == 0
+    steps: dict[int, list[str]] = {}
+    for row in lines(capsys):
+        steps.setdefault(int(row[0]), []).append(row[-1])
+    return steps
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_state_of_a_checkpoint_lists_the_samples_of_its_run(
+    latents: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        latent_loader(latents) as loader,
+        latent_loader(latents, 2, seed=9) as other,
+        Checkpointer(tmp_path, run="exp42", sidecar=None) as checkpointer,
+    ):
+        seen = [batch["key"] for batch in take(loader, 5)]
+        checkpointer.save(5, {"loader": loader, "progress": {"step": 5}}).result(timeout=60)
+        seen += [batch["key"] for batch in take(loader, 4)]
+        saved = {"train": {"loader": loader}, "evaluation": {"loader": other}}
+        checkpointer.save(9, saved).result(timeout=60)
+    checkpoint = ["--checkpoint", str(tmp_path), "--run", "exp42"]
+    assert samples(latents, capsys, *checkpoint, "--step", "5") == dict(enumerate(seen[:5]))
+    named = [*checkpoint, "--name", "train/loader"]
+    assert samples(latents, capsys, *named) == dict(enumerate(seen))
+    assert samples(latents, capsys, *named, "--from-step", "6", "--to-step", "8") == dict(enumerate(seen[6:8], 6))
+    for arguments, expected in (
+        (checkpoint, "more than one state of a loader: train/loader, evaluation/loader"),
+        ([*checkpoint, "--name", "loader"], "no state of a loader called 'loader'; there are: train/loader"),
+        ([*checkpoint, "--step", "6"], "has no step 6; its newest steps are 9, 5"),
+        ([*checkpoint[:3], "exp24"], "there are: exp42"),
+        (checkpoint[:2], "--checkpoint needs --run"),
+        (["--state", "x", *checkpoint], "either --state or --checkpoint"),
+        ([], "either --state or --checkpoint"),
+        (["--state", "x", "--step", "5"], "--step is for --checkpoint"),
+    ):
+        assert main(["samples", latents, *arguments]) == 2
+        assert expected in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_two_ranks_lists_the_samples_of_both(
+    latents: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [lines[-1]["keys"] for lines in launch(2, "tests.support.saved_loader_ranks", latents, str(tmp_path), "7")]
+    seen = [one + other for one, other in zip(*ranks, strict=True)]
+    checkpoint = ["--checkpoint", str(tmp_path), "--run", "ranks"]
+    assert samples(latents, capsys, *checkpoint) == dict(enumerate(seen))
+    assert main(["samples", latents, "--trust-mounts", *checkpoint, "--ranks", "2", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [[row["key"] for row in rows if (row["step"], row["rank"]) == (6, rank)] for rank in (0, 1)] == [
+        ranks[0][6],
+        ranks[1][6],
+    ]
+
+
+def test_a_state_from_a_pipe_is_read(
+    latents: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with latent_loader(latents) as loader:
+        seen = [batch["key"] for batch in take(loader, 2)]
+        piped = io.TextIOWrapper(io.BytesIO(json.dumps(loader.state_dict()).encode()))
+    monkeypatch.setattr("sys.stdin", piped)
+    assert samples(latents, capsys, "--state", "-") == dict(enumerate(seen))

@@ -38,6 +38,7 @@ def test_the_public_names_are_these() -> None:
         "Order",
         "Packing",
         "QuarantineList",
+        "Rows",
         "Safetensors",
         "Text",
         "Video",
@@ -113,6 +114,15 @@ def test_a_mistyped_argument_of_a_description_is_an_error_that_names_the_right_o
         (loaders.AudioLoader, "seconds", "(did you mean window=Window(seconds)?)"),
         (loaders.VideoLoader, "colour", "(did you mean color?)"),
         (loaders.VideoLoader, "zzz", "'zzz'"),
+        (loaders.Loader, "num_workers", "(did you mean num_threads?)"),
+        (loaders.Loader, "prefetch_factor", "(did you mean prefetch_batches?)"),
+        (loaders.Loader, "shuffle_buffer", "; shuffle=True shuffles the whole dataset without a buffer"),
+        (loaders.Loader, "pin_memory", 'device="pinned" requires it, and device="cuda" copies them'),
+        (loaders.Loader, "collate_fn", "transform= changes each sample, and Loader has collate= for its entries"),
+        (loaders.AudioLoader, "worker_init_fn", "it is called in num_threads= threads"),
+        (loaders.FileLoader, "sampler", "the weights of a Mixture or a view of Dataset.where choose samples"),
+        (loaders.FileLoader, "batch_sampler", "buckets= of Loader make batches of one shape"),
+        (loaders.VideoLoader, "persistent_workers", "the threads of num_threads= stay between epochs"),
     ],
 )
 def test_an_argument_of_other_libraries_is_an_error_that_names_ours(kind: type, name: str, hint: str) -> None:

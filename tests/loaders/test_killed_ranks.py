@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,28 +62,44 @@ def test_ranks_killed_three_times_go_on_exactly_as_two_and_as_three(made_dataset
 
 @pytest.fixture(scope="session")
 def images_and_videos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dataset]:
-    """Six images and eight videos, each with a latent."""
+    """Six images and eight videos, each with a latent. Most videos have a second camera and states."""
     folder = shared_folder(tmp_path_factory, "images-videos-latents", _make_images_and_videos)
     with Dataset(folder / "ds") as packed:
         yield packed
 
 
 def _make_images_and_videos(folder: Path) -> None:
-    (sources := folder / "in").mkdir()
-    for number in range(14):
-        name, data = f"{number:02}.png", picture("png", 40 + 8 * (number % 6), 48)
-        if number >= 6:
-            name, data = f"{number:02}.mp4", make(Made("h264.mp4", "libx264", "mp4", frames=20 + number))
-        (sources / name).write_bytes(data)
-        np.save(sources / f"{number:02}.latent.npy", np.full((2, 3), number, np.float32))
-    pack([sources], folder / "ds", workers=1).close()
+    with tarfile.open(folder / "in.tar", "w") as tar:
+        for number in range(14):
+            files = {"latent.npy": array(np.full((2, 3), number, np.float32))}
+            if number < 6:
+                files["png"] = picture("png", 40 + 8 * (number % 6), 48)
+            else:
+                files["mp4"] = make(Made("h264.mp4", "libx264", "mp4", frames=20 + number))
+                files["state.npy"] = array(np.arange(40) + 100 * number)
+            if number not in (9, *range(6)):
+                files["cam1.mp4"] = make(Made("h264.mp4", "libx264", "mp4", width=80, frames=22 + number))
+            for ext, data in files.items():
+                member = tarfile.TarInfo(f"{number:02}.{ext}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    pack([folder / "in.tar"], folder / "ds", workers=1).close()
 
 
-def test_images_videos_and_latents_go_on_exactly_on_other_ranks(images_and_videos: Dataset, tmp_path: Path) -> None:
+def array(values: Any) -> bytes:
+    np.save(target := io.BytesIO(), values)
+    return target.getvalue()
+
+
+def test_images_videos_cameras_rows_and_latents_go_on_exactly_on_other_ranks(
+    images_and_videos: Dataset, tmp_path: Path
+) -> None:
     check(images_and_videos, tmp_path, [4, 2, 3], seed=4, kind="fields")
     rows = [row for line in (tmp_path / "log").read_text().splitlines() for row in json.loads(line)]
     assert {row[0] < 6 for row in rows} == {True, False}  # images and videos
     assert len({row[-1] for row in rows}) == len(rows)  # all noise is different
+    assert {row[0] < 6 or row[0] == 9 for row in rows if not row[-3]} == {True}  # no second camera
+    assert len({row[-3] for row in rows}) > 10
 
 
 @pytest.mark.soak

@@ -1,16 +1,18 @@
-"""A sample has one video. `pack`, `index` and the loader say which others it holds."""
+"""`VideoLoader` delivers one video of a sample. `pack`, `index` and the loader say which others it holds."""
 
 from __future__ import annotations
 
 import logging
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace.dataio import index, pack
 from headrace.dataio.core import log
 from headrace.dataio.shards.media.container import other_videos
+from headrace.dataio.shards.media.messages import Recipe
 from headrace.loaders import Clip, VideoLoader
 from headrace.loaders.processors import video
 from tests.support import video_corpus
@@ -42,30 +44,53 @@ def tar(tmp_path: Path) -> Path:
     return tmp_path / "tars" / "shard.tar"
 
 
-def test_pack_and_index_name_videos_that_are_not_used(tar: Path, tmp_path: Path) -> None:
-    with pack([tar], tmp_path / "packed", workers=1) as packed:
-        assert packed.report is not None
-        report = "\n".join(packed.report.notes)
-        assert "s1: its .cam1.mp4 file is kept but not read as media" in report
-        assert "s2: its .mp4 file is kept, and not used" in report
+VIDEOS = {"s1": ("mp4", ["cam1.mp4"]), "s2": ("mkv", ["mp4"]), "s3": ("cam0.mp4", ["cam1.mp4"]), "s4": ("mp4", [])}
+
+
+@pytest.mark.parametrize("how", [pack, index])
+def test_pack_and_index_describe_all_videos_and_name_the_further_ones(how: Any, tar: Path, tmp_path: Path) -> None:
+    with how([str(tar)], tmp_path / "ds", workers=1) as dataset:
+        assert not dataset.report.skipped
+        report = "\n".join(dataset.report.notes)
+        for key, ext in (("s1", "cam1.mp4"), ("s2", "mp4"), ("s3", "cam1.mp4")):
+            assert f'{key}: its .{ext} file is a further video: Video(file="{ext}") delivers it' in report
         assert "s4" not in report
-        (skipped,) = packed.report.skipped
-        assert "s3" in skipped.path
-        assert ".cam0.mp4, .cam1.mp4" in skipped.reason
-    with index(str(tar), tmp_path / "indexed", workers=1) as indexed:
+        found = {one.key: one for one in map(dataset.sample, range(len(dataset)))}
+        assert {key: (one.video.ext, [other.ext for other in one.videos]) for key, one in found.items()} == VIDEOS
+        assert {one.frames for sample in found.values() for one in (sample.video, *sample.videos)} == {8}
+        assert found["s3"].video_of("cam1.mp4") == found["s3"].videos[0]
+        assert found["s3"].video_of("cam0.mp4") == found["s3"].video_of(None) == found["s3"].video
+        assert found["s3"].video_of("cam2.mp4") is None
+
+
+def test_a_damaged_further_video_rejects_its_sample(tar: Path, tmp_path: Path) -> None:
+    with tarfile.open(tar, "a") as file:
+        (tmp_path / "damaged").write_bytes((tmp_path / "small.mp4").read_bytes()[:-200])
+        file.add(tmp_path / "small.mp4", "s5.mp4")
+        file.add(tmp_path / "damaged", "s5.cam1.mp4")
+    with index([str(tar)], tmp_path / "ds", workers=1) as indexed:
         assert indexed.report is not None
-        report = "\n".join(indexed.report.notes)
-        for sample, ext in (("s1", "cam1.mp4"), ("s3", "cam0.mp4"), ("s3", "cam1.mp4")):
-            assert f"{sample}: its .{ext} file is kept but not read as media" in report
-        assert "s2: its .mp4 file is kept, and not used" in report
-        assert "s4" not in report
+        (skipped,) = indexed.report.skipped
+        assert "s5.cam1.mp4" in skipped.path
+        assert len(indexed) == 4
+
+
+def test_a_sample_with_further_videos_is_not_split(tar: Path, tmp_path: Path) -> None:
+    """The further videos of the clips would no longer show the same instants."""
+    with pack([tar], tmp_path / "ds", recipe=Recipe(split=0.1), workers=1) as packed:
+        assert packed.report is not None
+        reasons = {Path(one.path).name: one.reason for one in packed.report.skipped}
+        assert any("with several media files (mp4, cam1.mp4) cannot be split" in one for one in reasons.values()), (
+            reasons
+        )
+        assert [key for key in packed.keys if key.startswith("s4")]
 
 
 def test_the_loader_warns_once(tar: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log._logged.clear()
     with pack([tar], tmp_path / "packed", workers=1) as packed, caplog.at_level(logging.WARNING, logger="headrace"):
         with VideoLoader(packed, 1, clip=Clip(2), evaluate=True, num_threads=1, sidecar=None) as loader:
-            assert len(list(loader)) == 3
+            assert len(list(loader)) == 4
         warnings = [record.message for record in caplog.records if "more than one video" in record.message]
         assert len(warnings) == 1
         assert "'s1' .mp4, and not .cam1.mp4" in warnings[0]

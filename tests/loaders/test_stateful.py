@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,8 @@ from headrace.dataio.core.errors import MismatchError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Clip, Mixture, VideoLoader
 from headrace.loaders.sampling import state as states
+from tests.support.batches import take
+from tests.support.latents import latent_loader, latents_url
 
 pytestmark = pytest.mark.slow
 
@@ -96,9 +101,54 @@ def test_a_loader_that_is_older_than_its_world_does_not_read_everything_on_every
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
-def test_workers_of_a_dataloader_are_refused(make: Make) -> None:
-    with pytest.raises(UsageError, match="num_workers=0"):
-        next(iter(DataLoader(make(), batch_size=None, num_workers=1)))
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_workers_of_a_dataloader_are_refused(make: Make, kind: Any, start: str) -> None:
+    with pytest.raises(UsageError, match="num_threads=") as caught:
+        next(iter(kind(make(), batch_size=None, num_workers=1, multiprocessing_context=start)))
+    assert "num_workers=0" in str(caught.value)
+
+
+def test_a_loader_is_not_copied(make: Make) -> None:
+    for copying in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match="it decodes in its own threads"):
+            copying(make())
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return latents_url(tmp_path_factory)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("stop", [1, 4, 6, 7, 12])
+def test_a_stateful_dataloader_keeps_the_state_that_the_loader_alone_has(latents: str, stop: int) -> None:
+    """Steps 6 and 12 are ends of epochs, before the loop has found that nothing is left."""
+    with latent_loader(latents) as alone, latent_loader(latents) as inner, latent_loader(latents) as resumed:
+        whole = [batch["key"] for batch in take(alone, stop)]
+        first, second = StatefulDataLoader(inner, batch_size=None), StatefulDataLoader(resumed, batch_size=None)
+        seen = [batch["key"] for batch in take(first, stop)]
+        state = first.state_dict()
+        assert alone.state_dict() in (state["dataset_state"], state["fetcher_state"]["dataset_iter_state"])
+        second.load_state_dict(json.loads(json.dumps(state)))
+        assert seen + [batch["key"] for batch in take(second, 8)] == whole + [batch["key"] for batch in take(alone, 8)]
+
+
+@pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0), torch.device("cpu")], ids=str)
+def test_the_cpu_may_have_a_number(latents: str, device: Any) -> None:
+    with latent_loader(latents, device=device) as loader:
+        assert next(iter(loader))["latent"].device == torch.device("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_stateful_dataloader_goes_on_with_the_next_epoch_after_a_finished_one(latents: str) -> None:
+    with latent_loader(latents) as alone, latent_loader(latents) as inner, latent_loader(latents) as resumed:
+        epochs = [[batch["key"] for batch in alone] for _ in range(3)]
+        first, second = StatefulDataLoader(inner, batch_size=None), StatefulDataLoader(resumed, batch_size=None)
+        assert [batch["key"] for batch in first] == epochs[0]
+        second.load_state_dict(first.state_dict())
+        assert [[batch["key"] for batch in second] for _ in range(2)] == epochs[1:]
 
 
 @alone

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import Bucket, Buckets, Clip, Loader, Mixture, Npy, Video, VideoLoader
+from headrace.loaders import Bucket, Buckets, Clip, Loader, Mixture, Npy, Rows, Video, VideoLoader
 
 GLOBAL_BATCH = 12
 SECONDS = 120.0
@@ -50,12 +50,18 @@ class Job:
 def make_loader(url: str, rank: int, world_size: int, kind: str = "plain") -> VideoLoader | Loader:
     """The loader that every run has: of a dataset, or (`kind="mixed"`) of a mixture in buckets whose weights change.
 
-    With `kind="fields"`, it has images and videos in buckets, latents, and noise that a transform draws.
+    With `kind="fields"`, it has images and videos in buckets, a second camera and states that images lack, latents, and
+    noise that a transform draws.
     """
     if kind == "fields":
         return Loader(
             url,
-            fields={"video": Video(Clip(4, per_video=3), crop="random"), "latent": Npy("latent.npy")},
+            fields={
+                "camera": Video(size=(16, 16), file="cam1.mp4", like="video", crop="random", required=False),
+                "video": Video(Clip(4, per_video=3), crop="random"),
+                "state": Rows("state.npy", like="video", rate=30, required=False),
+                "latent": Npy("latent.npy"),
+            },
             buckets=Buckets(
                 (Bucket((16, 16), 1), Bucket((16, 28), 1), Bucket((16, 16), 4)), 16 * 16 * 4 * 6, multiple=2
             ),
@@ -94,10 +100,19 @@ def add_noise(values: dict[str, Any], generator: torch.Generator) -> dict[str, A
 def row(batch: dict[str, Any]) -> list[list[Any]]:
     """What a batch holds: (sample, start, digests of the tensors) of each clip."""
     starts = batch["video.start" if "video.start" in batch else "clip"].tolist()
-    names = [name for name in ("video", "latent", "noise") if name in batch]
-    tensors = [() if batch[name] is None else batch[name] for name in names]
-    digests = [[hashlib.sha256(one.numpy().tobytes()).hexdigest()[:16] for one in tensor] for tensor in tensors]
+    names = [name for name in ("video", "latent", "camera", "state", "noise") if name in batch]
+    digests = [_digests(batch, name) for name in names]
     return [list(one) for one in zip(batch["id"].tolist(), starts, *digests, strict=True)]
+
+
+def _digests(batch: dict[str, Any], name: str) -> list[str]:
+    """The digest of each sample's value. Empty if the sample lacks it."""
+    present = batch.get(f"{name}.present", [True] * len(batch["key"]))
+    tensor = batch[name] if batch[name] is not None else [None] * len(batch["key"])
+    return [
+        hashlib.sha256(one.numpy().tobytes()).hexdigest()[:16] if there and one is not None else ""
+        for one, there in zip(tensor, present, strict=True)
+    ]
 
 
 def train(job: Job, rank: int, world_size: int, port: int, most: int | None) -> None:

@@ -62,12 +62,19 @@ samples = st.builds(
 
 @st.composite
 def with_page_fields(draw: st.DrawFn, given: Sample) -> Sample:
-    """The sample with pieces of some of its members, and places of key frames."""
+    """The sample with pieces of some of its members, places of key frames, an origin and further videos."""
     members = [replace(m, pieces=draw(st.none() | pieces(m.length))) for m in given.members]
-    video = given.video
-    if video is not None:
-        video = replace(video, key_frames=tuple(replace(k, at=draw(st.integers(-1, 2**40))) for k in video.key_frames))
-    return replace(given, members=tuple(members), video=video)
+    video = None if given.video is None else draw(with_origin(given.video))
+    drawn = draw(st.lists(videos.flatmap(with_origin), max_size=2))
+    further = tuple(replace(one, ext=draw(st.sampled_from([m.ext for m in members]))) for one in drawn)
+    return replace(given, members=tuple(members), video=video, videos=further)
+
+
+@st.composite
+def with_origin(draw: st.DrawFn, given: VideoInfo) -> VideoInfo:
+    """The video with places of key frames, and with an origin of its clock."""
+    keys = tuple(replace(k, at=draw(st.integers(-1, 2**40))) for k in given.key_frames)
+    return replace(given, key_frames=keys, origin_pts=draw(st.just(0) | i64))
 
 
 @st.composite

@@ -2,7 +2,8 @@
 
 Purpose: the kernel's page cache already holds local files. A second cache in this process would copy them again,
 through mappings that count as this process's memory. So the reader copies exactly the requested bytes into the caller's
-memory, and passes announced ranges to the kernel as read-ahead hints.
+memory, and passes announced ranges to the kernel as read-ahead hints. A joined shard is read from the files that it
+names, if all ranges are in local files.
 Invariants: every read is a `preadv` and never a mapping, so a truncated file is an error and not a SIGBUS. A view stays
 valid and unchanged while it is referenced; a thread's memory is reused afterwards. At most `ADVISED_BYTES` of an
 announcement are passed to the kernel.
@@ -25,6 +26,8 @@ from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.direct_io import mostly_cached
+from headrace.dataio.store.joined import SHARD_PREFIX
+from headrace.dataio.store.mounts import all_local, locate
 
 ADVISED_BYTES = 256 * limits.MIB
 PIECES = 512
@@ -61,6 +64,10 @@ class DirectReader:
         """A read-only view for every (offset, length) of the object `key`."""
         descriptor = self._descriptor_of(key)
         if descriptor is None:
+            if key.startswith(SHARD_PREFIX) and self._is_local(key):
+                pieces = self._memory.allocate_pieces(ranges)
+                self._fill_joined(key, pieces)
+                return [view.toreadonly() for _, view in pieces]
             return self._fallback().read(key, ranges)
         pieces = self._memory.allocate_pieces(ranges)
         self._count(self._fill(key, descriptor, _runs(pieces), pieces))
@@ -69,10 +76,12 @@ class DirectReader:
     def read_into(self, key: str, pieces: Pieces) -> None:
         """Fill every (offset, buffer) from the object `key`."""
         descriptor = self._descriptor_of(key)
-        if descriptor is None:
-            self._fallback().read_into(key, pieces)
-        else:
+        if descriptor is not None:
             self._count(self._fill(key, descriptor, _runs(pieces), pieces))
+        elif key.startswith(SHARD_PREFIX) and self._is_local(key):
+            self._fill_joined(key, pieces)
+        else:
+            self._fallback().read_into(key, pieces)
 
     def read_each(self, reads: Sequence[Read]) -> Iterator[None]:
         """Fill the pieces of every (key, pieces), and yield after each.
@@ -94,7 +103,7 @@ class DirectReader:
         try:
             for descriptor, runs, key, pieces in prepared:
                 if descriptor is None:
-                    self._fallback().read_into(key, pieces)
+                    self.read_into(key, pieces)
                 else:
                     read += self._fill(key, descriptor, runs, pieces)
                 yield
@@ -155,6 +164,19 @@ class DirectReader:
             return 0
         return size
 
+    def _fill_joined(self, key: str, pieces: Pieces) -> None:
+        """Fill all pieces from the local files of a joined shard."""
+        by_file = dict[str, list[tuple[int, memoryview]]]()
+        for offset, buffer in pieces:
+            file, at = locate(self._store, key, offset)
+            by_file.setdefault(file, []).append((at, buffer))
+        for file, parts in by_file.items():
+            descriptor = self._descriptor_of(file)
+            if descriptor is None:  # the file was replaced by another kind of object
+                self._store.get_ranges_into(file, parts)
+            else:
+                self._count(self._fill(file, descriptor, _runs(parts), parts))
+
     def _count(self, size: int) -> None:
         """Count bytes, and pass them to the metrics in batches."""
         with self._lock:
@@ -167,6 +189,7 @@ class DirectReader:
         """Ask the kernel to read a range ahead if it is not cached; returns False if enough is read ahead already."""
         key, offset, length = upcoming[at]
         with contextlib.suppress(HeadraceError):  # a hint: the read reports the error
+            key, offset = locate(self._store, key, offset)
             descriptor = self._descriptor_of(key)
             if descriptor is not None and not mostly_cached(descriptor.fileno(), offset, length):
                 self._cached = 0
@@ -181,6 +204,8 @@ class DirectReader:
     def _is_local(self, key: str) -> bool:
         """Whether the object is a local file, or cannot be opened."""
         with contextlib.suppress(HeadraceError):
+            if key.startswith(SHARD_PREFIX):
+                return all_local(self._store, key)
             return self._descriptor_of(key) is not None
         return True
 

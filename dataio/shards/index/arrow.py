@@ -84,12 +84,27 @@ def rows(table: Any, numbers: Any) -> Any:
 
 
 class ParquetReader:
-    """Reads the Parquet file in `data`. `metadata` is the metadata of its footer, if the caller has already read it."""
+    """Reads the Parquet file in `data`. `metadata` is the metadata of its footer, if the caller has already read it.
 
-    def __init__(self, data: Any, metadata: Any = None) -> None:
+    `limits` are the most bytes of a string and the most items of a list in the footer. None means Arrow's own limits.
+    """
+
+    def __init__(self, data: Any, metadata: Any = None, limits: tuple[int, int] | None = None) -> None:
         self._reader = _parquet.ParquetReader()
-        self._reader.open(pa.BufferReader(data), metadata=metadata, pre_buffer=False)
+        strings, items = limits or (None, None)
+        self._reader.open(
+            pa.BufferReader(data),
+            metadata=metadata,
+            pre_buffer=False,
+            thrift_string_size_limit=strings,
+            thrift_container_size_limit=items,
+        )
         self.metadata: Any = self._reader.metadata
+
+    @property
+    def schema(self) -> Any:
+        """The Arrow schema of the tables that `read` returns."""
+        return self._reader.schema_arrow
 
     def read(self, groups: Sequence[int] | None = None, columns: Collection[str] | None = None) -> Any:
         """Read a table of these columns (None: all) of these row groups (None: all), in the file's order."""
@@ -101,10 +116,16 @@ class ParquetReader:
 def leaf_columns(metadata: Any, columns: Collection[str]) -> list[int]:
     """Return the numbers of the leaf columns that store these columns.
 
-    A list or a struct is stored as one or more leaf columns.
+    A list or a struct is stored as one or more leaf columns. The name of a column may have dots.
     """
     schema = metadata.schema
-    return [n for n in range(metadata.num_columns) if schema.column(n).path.partition(".")[0] in columns]
+    return [n for n in range(metadata.num_columns) if _belongs_to(schema.column(n).path, columns)]
+
+
+def _belongs_to(path: str, columns: Collection[str]) -> bool:
+    """Return whether a leaf column is one of these columns, or a part of one."""
+    parts = path.split(".")
+    return any(".".join(parts[:count]) in columns for count in range(1, len(parts) + 1))
 
 
 def chunk_range(chunk: Any) -> tuple[int, int]:

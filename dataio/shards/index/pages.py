@@ -16,7 +16,8 @@ document gives the position of the section and the digest of the directory.
 Invariants:
 
 * For its rows, a page holds the same values as the row groups (`headrace verify` compares them). Pages also hold values
-  that row groups do not have: pieces, key-frame positions, audio start times and audio marks (`without_page_fields`).
+  that row groups do not have: pieces, key-frame positions, further videos, the origin of a video's clock, audio start
+  times and audio marks (`without_page_fields`).
 * The same samples give the same bytes.
 * A page is never unpacked beyond the size in the directory, or beyond `MAX_UNPACKED_BYTES`.
 * `headrace.dataio.shards.index.row_codec` encodes the rows. It checks each row before the caller gets it.
@@ -195,16 +196,18 @@ class Directory:
 def without_page_fields(sample: Sample) -> Sample:
     """Return the sample without the values that tables do not hold.
 
-    These are the pieces of its files, the positions of its key frames, and the start and the marks of its audio.
+    These are the pieces of its files, the positions of its key frames, the origin of its clock, its further videos, and
+    the start and the marks of its audio.
     """
     members = tuple(Member(m.ext, m.offset, m.length, m.xxh3) for m in sample.members)
     video = sample.video
     if video is not None:
-        video = replace(video, key_frames=tuple(KeyFrame(k.pts, k.index) for k in video.key_frames))
+        key_frames = tuple(KeyFrame(k.pts, k.index) for k in video.key_frames)
+        video = replace(video, key_frames=key_frames, origin_pts=0)
     audio = sample.audio
     if audio is not None:
         audio = replace(audio, time_base=None, start_pts=0, marks=())
-    return replace(sample, members=members, video=video, audio=audio)
+    return replace(sample, members=members, video=video, audio=audio, videos=())
 
 
 # --- promoted fields, which tables and pages store alike

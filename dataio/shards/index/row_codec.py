@@ -64,6 +64,10 @@ class _VideoWithPositions(_Video, array_like=True, gc=False):
     key_at: list[_Position] | None = None  # missing in older pages, and for files without pieces
 
 
+class _VideoWithOrigin(_VideoWithPositions, array_like=True, gc=False):
+    origin_pts: int = 0  # missing in older pages, and for files whose clock is their own time line
+
+
 class _Audio(msgspec.Struct, array_like=True, gc=False):
     ext: str
     stream: _Natural
@@ -92,7 +96,7 @@ class _Files(msgspec.Struct, array_like=True, gc=False):
 class _Row(_Files, array_like=True, gc=False):
     key: _NonEmpty
     duration: Annotated[float, msgspec.Meta(ge=0)]
-    video: _VideoWithPositions | None
+    video: _VideoWithOrigin | None
     audio: _AudioWithMarks | None
     text: str | None
     fields: str | None  # a JSON object, because its integers may be too large for msgpack
@@ -116,9 +120,15 @@ class _RowWithPieces(_Row, array_like=True, gc=False):
     pieces: list[_PiecesWithMarks] | None = None
 
 
+class _RowWithVideos(_RowWithPieces, array_like=True, gc=False):
+    """A row with further videos. A row without them is written in the older formats."""
+
+    videos: list[_VideoWithOrigin] = []
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_files = msgspec.msgpack.Decoder(_Files).decode
-_decode_row = msgspec.msgpack.Decoder(_RowWithPieces).decode
+_decode_row = msgspec.msgpack.Decoder(_RowWithVideos).decode
 
 
 def encode_row(sample: Sample) -> bytes:
@@ -128,6 +138,8 @@ def encode_row(sample: Sample) -> bytes:
     video, audio = _encode_video(sample.video), _encode_audio(sample.audio)
     values = (sample.shard, members, sample.key, sample.duration, video, audio, sample.text, fields)
     pieces = [_encode_pieces(n, m.pieces) for n, m in enumerate(sample.members) if m.pieces is not None]
+    if sample.videos:
+        return _encode(_RowWithVideos(*values, pieces or None, [_encode_stream(one) for one in sample.videos]))
     return _encode(_RowWithPieces(*values, pieces) if pieces else _Row(*values))
 
 
@@ -137,21 +149,26 @@ def _encode_pieces(number: int, pieces: Pieces) -> Any:
     return _PiecesWithMarks(*values, list(pieces.marks)) if pieces.marks else _Pieces(*values)
 
 
-def _encode_video(v: VideoInfo | None) -> _VideoWithPositions | None:
-    if v is None:
-        return None
+def _encode_video(v: VideoInfo | None) -> Any:
+    return None if v is None else _encode_stream(v)
+
+
+def _encode_stream(v: VideoInfo) -> Any:
+    """Encode a video in the oldest format that has its values."""
     c = v.color
-    positions = ([k.at for k in v.key_frames],) if any(k.at >= 0 for k in v.key_frames) else ()
-    kind: Any = _VideoWithPositions if positions else _Video  # the older format, without positions
-    encoded: _VideoWithPositions | None = kind(
+    positions = [k.at for k in v.key_frames] if any(k.at >= 0 for k in v.key_frames) else None
+    kind: Any = _Video if positions is None else _VideoWithPositions
+    newer: tuple[Any, ...] = () if positions is None else (positions,)
+    if v.origin_pts:
+        kind, newer = _VideoWithOrigin, (positions, v.origin_pts)
+    return kind(
         *(v.ext, v.stream, v.codec, v.width, v.height, v.fps.numerator, v.fps.denominator, v.frames),
         *(v.time_base.numerator, v.time_base.denominator, v.start_pts, v.duration_pts, v.pixel_format, v.rotation),
         None if c is None else (c.space, c.range, c.primaries, c.transfer),
         [k.pts for k in v.key_frames],
         [k.index for k in v.key_frames],
-        *positions,
+        *newer,
     )
-    return encoded
 
 
 def _encode_audio(a: AudioInfo | None) -> Any:
@@ -185,7 +202,8 @@ class RowDecoder:
         video = None if row.video is None else self._video(row.video, at)
         audio = None if row.audio is None else self._audio(row.audio, at)
         fields = parse_fields(row.fields, row.key)
-        return Sample(number, row.key, shard, tuple(members), row.duration, video, audio, row.text, fields)
+        videos = self._videos(row.videos, members, at) if row.videos else ()
+        return Sample(number, row.key, shard, tuple(members), row.duration, video, audio, row.text, fields, videos)
 
     def _attach_pieces(self, members: list[Member], encoded: list[_PiecesWithMarks], at: int) -> None:
         for entry in encoded:
@@ -227,7 +245,7 @@ class RowDecoder:
             start, end = offset, member_end
         return shard, members
 
-    def _video(self, v: _VideoWithPositions, at: int) -> VideoInfo:
+    def _video(self, v: _VideoWithOrigin, at: int) -> VideoInfo:
         if not v.key_pts or len(v.key_pts) != len(v.key_index):
             raise self._row_error(at, "key_frames is empty or incomplete")
         if max(v.key_index) > v.frames:
@@ -244,7 +262,14 @@ class RowDecoder:
             v.rotation,
             tuple(key_frames),
             None if v.color is None else Color(*v.color),
+            v.origin_pts,
         )
+
+    def _videos(self, encoded: list[_VideoWithOrigin], members: list[Member], at: int) -> tuple[VideoInfo, ...]:
+        extensions = {member.ext for member in members}
+        if not all(one.ext in extensions for one in encoded):
+            raise self._row_error(at, "a further video belongs to no member")
+        return tuple([self._video(one, at) for one in encoded])
 
     def _audio(self, a: _AudioWithMarks, at: int) -> AudioInfo:
         values = (a.ext, a.stream, a.codec, a.sample_rate, a.channels, a.samples)

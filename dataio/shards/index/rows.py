@@ -10,6 +10,8 @@ Invariants:
 * The footer also holds the digest of each column chunk, under `CHUNKS`. So a column can be read and checked without the
   bytes of its neighbours. Older parts lack this entry.
 * Readers use rows only after `check`: members lie inside their shards, sizes are positive, and streams are complete.
+  Members do not overlap, but two samples may have members with the same range, such as two parts of a long video. The
+  first members of samples differ, since their offsets are the order of the samples.
   `check` works on whole columns, because reading one sample checks its whole row group. Most checks take little time
   when the rows are valid. A check is skipped if its columns were not read.
 
@@ -370,6 +372,7 @@ def _check_members(columns: _Columns, shard_numbers: I64, sizes: I64) -> None:
     columns.fail_where(outside, "members", "lies outside its shard", owners)
     end, shard = offset + length, shard_numbers[owners]  # at most the shard's size, so the sum does not overflow
     overlap = (shard[1:] == shard[:-1]) & (offset[1:] < end[:-1]) & (offset[:-1] < end[1:])
+    overlap &= (owners[1:] == owners[:-1]) | (offset[1:] != offset[:-1]) | (length[1:] != length[:-1])
     columns.fail_where(overlap, "members", "overlaps the next member", owners)
     if "bytes" in columns:
         sums = np.add.reduceat(length, np.cumsum(counts) - counts)

@@ -90,6 +90,9 @@ def layout_of(task: LayoutTask) -> Layout | Manifest:
     import pyarrow.parquet as pq
 
     with _reading(task.path), pq.ParquetFile(task.file, **PARQUET_LIMITS) as file:
+        if task.in_place:
+            _refuse_media(task, file)
+            return Manifest()
         schema, metadata = file.schema_arrow, file.metadata
         media = _choose_media(task, schema, metadata)
         if media is None:
@@ -157,11 +160,11 @@ def _choose_media(task: LayoutTask, schema: Any, metadata: Any) -> tuple[Embedde
     """Return the columns with media, the sample's own medium first. None means that the file is a manifest."""
     path = task.path
     named = [name for name in task.bytes_columns if name in schema.names]
-    has_paths = task.path_column in schema.names
-    if has_paths and not named:
+    paths = _path_columns(task, schema)
+    if paths and not named:
         if embedded := [name for name in _media_columns(schema) if _has_bytes(metadata, name)]:
             raise UsageError(
-                f"{path}: it has paths in {task.path_column!r} and media in {embedded[0]!r}",
+                f"{path}: it has paths in {paths[0]!r} and media in {embedded[0]!r}",
                 hint=f"--bytes-column {embedded[0]} packs these media; as a manifest it may not have them",
             )
         return None
@@ -176,6 +179,24 @@ def _choose_media(task: LayoutTask, schema: Any, metadata: Any) -> tuple[Embedde
     if len(set(members)) < len(members):
         raise UsageError(f"{path}: two columns would be the same member of a sample", hint="rename one of them")
     return (EmbeddedColumn(media[0]), *map(EmbeddedColumn, media[1:], members))
+
+
+def _path_columns(task: LayoutTask, schema: Any) -> list[str]:
+    return [name for name in (task.path_column, *task.file_columns) if name in schema.names]
+
+
+def _refuse_media(task: LayoutTask, file: Any) -> None:
+    """Raise `UsageError` if the file holds media itself: only media files can be indexed where they lie."""
+    has_paths = bool(_path_columns(task, file.schema_arrow))
+    held = [name for name in embedded_columns(file) if _has_bytes(file.metadata, name)]
+    is_named = has_paths or not held  # `pack` takes it only if the user names the column
+    if not held and not has_paths:
+        held = [field.name for field in file.schema_arrow if _is_binary(field.type)]
+    if held:
+        raise UsageError(
+            f"{task.path}: it holds media itself, in {held[0]!r}, and these cannot be indexed in place",
+            hint=f"pack it: `headrace pack {task.path} DST{f' --bytes-column {held[0]}' if is_named else ''}`",
+        )
 
 
 def _has_bytes(metadata: Any, column: str) -> bool:

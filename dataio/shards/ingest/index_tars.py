@@ -1,4 +1,4 @@
-"""`index` makes a dataset from existing tars without copying them.
+"""`index` makes a dataset from existing tars without copying them, and adds new tars to it.
 
 Purpose: read each shard once from beginning to end, on this machine or on many, describe its samples, and write index
 parts and a version elsewhere. Shards outside the dataset are mounted (`headrace.dataio.shards.versions.mounting`).
@@ -15,6 +15,7 @@ Invariants:
 * Keys are WebDataset's keys. With `keys="shard"`, the shard's path is put in front of them. Use it for collections
   whose sample numbers start again in every shard.
 * Nothing is visible before the version document, which is written last.
+* With `follow`, the shards that the newest version does not have become the next version. Nothing stored changes.
 
 Failure behaviour: a sample that cannot be used is skipped. A shard that is damaged, compressed or missing, or that
 holds a member that a shard must not hold, is skipped completely. The report gives the reason, and the offset if there
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import dataclasses
 import itertools
 import os
 import time
@@ -40,9 +42,11 @@ import xxhash
 from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.imports import MissingExtraError
+from headrace.dataio.core.limits import counted
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest.index_units import IndexedUnit, IndexSettings, index_plan, index_task
 from headrace.dataio.shards.ingest.patterns import FoundShards, find, prefix_in
+from headrace.dataio.shards.ingest.plan_run import check_new_keys
 from headrace.dataio.shards.ingest.report import PackReport, Skipped, no_text_notes, skip_error
 from headrace.dataio.shards.ingest.tar_scanner import SourceShard
 from headrace.dataio.shards.media.messages import check_text_field
@@ -51,7 +55,7 @@ from headrace.dataio.shards.units.engine import Engine, RunReport, find_engine, 
 from headrace.dataio.shards.units.journal import Done, Journal
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import history
-from headrace.dataio.shards.versions.mounting import mount_of
+from headrace.dataio.shards.versions.mounting import mount_of, with_mounts
 from headrace.dataio.shards.workers.worker_pool import worker_count
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import PREFIX, Mounts
@@ -63,6 +67,8 @@ _crash_after_index = crashpoints.declare("index.stored", "the index is stored; t
 _crash_after_version = crashpoints.declare("index.version-stored", "the version exists; the call has not returned")
 
 Keys = Literal["member", "shard"]
+Bad = dict[str, tuple[int, float]]
+"""The sizes and the times of shards that cannot be used, by key."""
 MAX_HASHES = 1 << 24
 """With more samples, repeated keys are found on disk at the end. DuckDB finds them in 512 MiB of memory."""
 
@@ -94,6 +100,9 @@ def index(
     engine: str = "local",
     progress: Callable[[IndexProgress], None] | None = None,
     workers: int | None = None,
+    follow: bool = False,
+    bad: Bad | None = None,
+    trust_mounts: bool = False,
     source_options: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Dataset:
@@ -110,6 +119,12 @@ def index(
         engine (str): where the work runs: "local" (the default) or "ray".
         progress: a function that is called with an `IndexProgress` while the shards are read. None reports nothing.
         workers (int): the number of probing processes. None means one per core of this machine, or of the Ray cluster.
+        follow (bool): if there is a dataset, add the shards that it does not have as its next version. The default is
+            False.
+        bad: with `follow`, the sizes and times of shards that could not be used. They are not read again while they
+            stay the same. The call adds others. None reads all of them.
+        trust_mounts (bool): with `follow`, let the dataset refer to other locations, as for `Dataset`. The default is
+            False.
         source_options: options for the shards' stores, unless they are directories. The version records all options
             except secrets, so readers need their own credentials.
         storage_options: options for the dataset's store, as for `open_store`. Not with an open store.
@@ -145,17 +160,50 @@ def index(
         found_shards = find(listed, lambda root: _open_source(root, source_options or {}))
         undo.callback(found_shards.close)
         shards, mounted = _source_shards(found_shards, store)
-        indexer = _Indexer(store=store, found_shards=found_shards, shards=shards, settings=settings, progress=progress)
-        report = indexer.published() if history.list_versions(store) else None
-        if report is None:
-            history.refuse_existing(store, "give an empty folder or prefix, then `headrace merge` the two datasets")
-            report = indexer.run(name, tuple(mount_of(s.location) for s in mounted.values()), chosen, workers)
+        mounts = tuple(mount_of(s.location) for s in mounted.values())
+        is_new = not (follow and history.list_versions(store))
+        base = None if is_new else history.load(store)[0]
+        changed = tuple[str, ...]()
+        if base is not None:
+            shards, changed = _new_shards(shards, base, {} if bad is None else bad)
+        indexer = _Indexer(
+            store=store, found_shards=found_shards, shards=shards, settings=settings, progress=progress, base=base
+        )
+        if base is not None:
+            report, version = indexer.follow(mounts, chosen, workers, trust_mounts)
+            if bad is not None:
+                bad.update(
+                    {s.key: (s.size, s.modified) for s in shards if s.url in {one.path for one in report.skipped}}
+                )
+        else:
+            published = indexer.published() if history.list_versions(store) else None
+            if published is None:
+                history.refuse_existing(
+                    store, "add to it with `headrace index --follow`, or give an empty folder or prefix"
+                )
+            report, version = published or indexer.run(name, mounts, chosen, workers), 1
         dataset_store = Mounts(store, mounted, owns_base=owned) if mounted else store
-        dataset = Dataset(dataset_store, 1)
-        dataset.report, dataset.owns_store = report, dataset_store is not url
+        document, _ = history.load(store, version)
+        opened, _ = with_mounts(dataset_store, document, owned, {}, trust_mounts)
+        dataset = Dataset(opened, version, trust_mounts=trust_mounts)
+        dataset.report, dataset.owns_store = dataclasses.replace(report, changed=changed), opened is not url
         undo.pop_all()
     _close_unmounted(found_shards, mounted)
     return dataset
+
+
+def _new_shards(
+    shards: Sequence[SourceShard], base: versions.VersionDocument, bad: Bad
+) -> tuple[list[SourceShard], tuple[str, ...]]:
+    """Return the shards that version `base` does not have, without `bad`, and describe those that changed."""
+    sizes, new, changed = base.shard_sizes(), list[SourceShard](), list[str]()
+    for shard in shards:
+        if shard.key not in sizes:
+            if bad.get(shard.key) != (shard.size, shard.modified):
+                new.append(shard)
+        elif sizes[shard.key] != shard.size:
+            changed.append(f"{shard.url}: it had {sizes[shard.key]} bytes when it was indexed, and has {shard.size}")
+    return new, tuple(changed)
 
 
 def _open_source(root: str, options: Mapping[str, Any]) -> Store:
@@ -194,12 +242,13 @@ class _Indexer:
         shards: Sequence[SourceShard],
         settings: IndexSettings,
         progress: Callable[[IndexProgress], None] | None,
+        base: versions.VersionDocument | None = None,
     ) -> None:
-        self._store, self._found_shards, self._settings = store, found_shards, settings
+        self._store, self._found_shards, self._settings, self._base = store, found_shards, settings, base
         self._plan = index_plan(shards, settings)
         self._journal = self._plan.journal(store)
         self._reporter = _IndexReporter(shards, progress, len(found_shards.missing))
-        self._merged = _MergedRecords(store, self._journal, shards)
+        self._merged = _MergedRecords(store, self._journal, shards, 0 if base is None else len(base.index))
         self._began = time.monotonic()
         if settings.strict and found_shards.missing:
             raise skip_error(found_shards.missing[0])
@@ -222,6 +271,53 @@ class _Indexer:
         """Make the version and return the report."""
         name = name or history.name_of(self._store)
         history.claim(self._store, name)
+        run, parts = self._index(engine, workers)
+        if not self._merged.shards:
+            self._journal.delete()  # the same call would fail again
+            raise self._nothing_to_index()
+        _crash_after_index()
+        document = versions.new_document(
+            name,
+            tuple(self._merged.shards),
+            parts,
+            version=1,
+            parent=None,
+            message="indexed in place",
+            mounts=self._used(mounts),
+        )
+        history.publish(self._store, document)
+        _crash_after_version()
+        return self._finish(run)
+
+    def follow(
+        self, mounts: tuple[versions.Mount, ...], engine: Engine, workers: int | None, trust_mounts: bool
+    ) -> tuple[PackReport, int]:
+        """Make the next version, and return the report and its number. Without new samples, there is no new version."""
+        assert self._base is not None
+        run, parts = self._index(engine, workers)
+        if not self._merged.shards:
+            return self._finish(run), self._base.version
+        _crash_after_index()
+
+        def build(base: versions.VersionDocument) -> versions.VersionDocument:
+            check_new_keys(self._store, base, self._merged.keys, trust_mounts, mounts)
+            every = {mount.name: mount for mount in (*base.mounts, *self._used(mounts))}
+            return versions.new_document(
+                base.name,
+                versions.joined(base.shards, tuple(self._merged.shards)),
+                versions.joined(base.index, parts),
+                version=base.version + 1,
+                parent=base.version,
+                message=f"indexed {counted(len(self._merged.shards), 'new shard')}",
+                mounts=tuple(every[name] for name in sorted(every)),
+                lineage=versions.Lineage(operation="append"),
+            )
+
+        document = history.commit(self._store, build)
+        _crash_after_version()
+        return self._finish(run), document.version
+
+    def _index(self, engine: Engine, workers: int | None) -> tuple[RunReport, tuple[versions.IndexPart, ...]]:
         try:
             task = index_task([source.store for source in self._found_shards.sources], self._settings)
             run = run_units(
@@ -233,28 +329,16 @@ class _Indexer:
                 step=self._reporter.step,
                 recorded=self._merged.recorded,
             )
-            parts = self._merged.close()
-            if not self._merged.shards:
-                raise self._nothing_to_index()
+            return run, self._merged.close()
         except MissingExtraError:
             raise
         except UsageError:
             self._journal.delete()  # the same call would fail again
             raise
-        _crash_after_index()
+
+    def _used(self, mounts: tuple[versions.Mount, ...]) -> tuple[versions.Mount, ...]:
         used = {shard.key.split("/")[1] for shard in self._merged.shards if shard.key.startswith(PREFIX)}
-        document = versions.new_document(
-            name,
-            tuple(self._merged.shards),
-            parts,
-            version=1,
-            parent=None,
-            message="indexed in place",
-            mounts=tuple(sorted((m for m in mounts if m.name in used), key=lambda m: m.name)),
-        )
-        history.publish(self._store, document)
-        _crash_after_version()
-        return self._finish(run)
+        return tuple(sorted((mount for mount in mounts if mount.name in used), key=lambda mount: mount.name))
 
     def _nothing_to_index(self) -> UsageError:
         problem = next(iter([*self._found_shards.missing, *self._merged.skipped]), None)
@@ -289,9 +373,12 @@ class _MergedRecords:
     A unit is merged once it and all units before it are recorded, so equal keys are found while the others still run.
     """
 
-    def __init__(self, store: Store, journal: Journal[IndexedUnit], shards: Sequence[SourceShard]) -> None:
-        self._store = store
-        self._journal, self._parts, self._unique_keys = journal, PartWriter(store, 0), UniqueKeys(shards)
+    def __init__(
+        self, store: Store, journal: Journal[IndexedUnit], shards: Sequence[SourceShard], first_part: int
+    ) -> None:
+        self._store, self.keys = store, set[str]()
+        self._journal, self._parts, self._unique_keys = journal, PartWriter(store, first_part), UniqueKeys(shards)
+        self._keeps_keys = first_part > 0
         self._numbers = {shard.key: number for number, shard in enumerate(shards)}
         self._waiting, self._next, self.has_text = set[int](), 0, False
         self.shards, self.skipped, self.notes, self.members = list[versions.Shard](), list[Skipped](), list[str](), 0
@@ -319,6 +406,8 @@ class _MergedRecords:
         for shard in record.shards:
             keys = [row.key for row in itertools.islice(rows, shard.samples)]
             self._unique_keys.add(self._numbers[shard.key], keys)
+            if self._keeps_keys:
+                self.keys.update(keys)
         self._parts.add(record.samples)
 
     def close(self) -> tuple[versions.IndexPart, ...]:

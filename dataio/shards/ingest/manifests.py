@@ -24,8 +24,9 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,6 +35,8 @@ from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.shards.ingest.source_stores import is_url, join_url
 
 EXTENSIONS = frozenset(["csv", "tsv", "jsonl", "ndjson", "parquet"])
+EXTENSION = re.compile(r"[\w+-]+(\.[\w+-]+)*")
+"""The extensions that a file of a sample may have."""
 _BATCH = 1024
 _FIX_HINT = "correct the manifest; `pack` skips no row"
 _FIELDS_BYTES = 1 * limits.MIB
@@ -41,16 +44,18 @@ _FIELDS_BYTES = 1 * limits.MIB
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The names of the columns that hold the path, the key and the caption.
+    """The names of the columns that hold the path, the key, the caption, and further files.
 
-    The column `path` is required. The other two are required only if you rename them. `bytes` names the columns of
-    Parquet files that hold the media themselves (`headrace.dataio.shards.ingest.embedded`). The first of them has the
-    medium of each sample.
+    The column `path` is required, unless there are `files`. The others are required only if you name them. `files` maps
+    the extension of a further file of the sample, such as `cam1.mp4`, to the column with its path or URL. An empty cell
+    means that the sample has no such file. `bytes` names the columns of Parquet files that hold the media themselves
+    (`headrace.dataio.shards.ingest.embedded`). The first of them has the medium of each sample.
     """
 
     path: str = "path"
     key: str = "key"
     caption: str = "caption"
+    files: Mapping[str, str] = field(default_factory=dict)
     bytes: tuple[str, ...] = ()
 
 
@@ -61,7 +66,9 @@ DEFAULT_COLUMNS = Columns()
 class Row:
     """One row of a manifest.
 
-    `where` names the row in errors. `fields` holds the other columns as a JSON object, or None if there are none.
+    `where` names the row in errors. `path` is that of the media file, "" if the row has only further files. `files` are
+    the extensions and the paths of the further files. `fields` holds the other columns as a JSON object, or None if
+    there are none.
     """
 
     where: str
@@ -69,13 +76,24 @@ class Row:
     key: str | None
     caption: str | None
     fields: str | None
+    files: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def media(self) -> tuple[tuple[str, str], ...]:
+        """The extension and the path of each file that the row names. An extension of "" stands for the path's own."""
+        return (("", self.path), *self.files) if self.path else self.files
 
 
 def rows(manifest: Path, columns: Columns = DEFAULT_COLUMNS, url: str | None = None) -> Iterator[Row]:
     """Yield the rows of a manifest. Its suffix determines the format.
 
+    Raises `UsageError` for a further file whose extension is none, such as `/a`.
+
     If `manifest` is a local copy of an object, `url` is the URL of that object.
     """
+    for ext in columns.files:
+        if not EXTENSION.fullmatch(ext) or ext != ext.lower():
+            raise UsageError(f"{ext!r} cannot be the extension of a file", hint="write it as cam1.mp4, in lower case")
     name = url or str(manifest)
     suffix = manifest.suffix[1:].lower()
     reader = {"csv": _csv, "tsv": _csv, "parquet": _parquet}.get(suffix, _json_lines)
@@ -89,24 +107,45 @@ def rows(manifest: Path, columns: Columns = DEFAULT_COLUMNS, url: str | None = N
 
 
 def _row(manifest: str, where: str, row: dict[str, Any], columns: Columns) -> Row:
-    required = [columns.path, *(c for c, usual in ((columns.key, "key"), (columns.caption, "caption")) if c != usual)]
-    for column in required:
-        if column not in row:
-            have = ", ".join(map(repr, row)) or "none"
-            hint = f"it has {have}; name yours with --path-column and the like (in Python: columns=Columns(...))"
-            raise UsageError(f"{where}: there is no column {column!r}", hint=hint)
-    path = row.pop(columns.path)
+    _require_columns(where, row, columns)
+    files = tuple((ext, row.pop(column)) for ext, column in columns.files.items())
+    path = row.pop(columns.path, None)
+    if path is not None or not any(value for _, value in files):
+        _check_path(where, columns.path, path)
+    files = tuple((ext, value) for ext, value in files if value is not None)
+    for ext, value in files:
+        _check_path(where, columns.files[ext], value)
     key, caption = row.pop(columns.key, None), row.pop(columns.caption, None)
-    if not isinstance(path, str) or not path:
-        raise UsageError(f"{where}: the column {columns.path!r} must hold a path, not {path!r}", hint=_FIX_HINT)
-    if "\0" in path:
-        raise UsageError(f"{where}: {path!r} is not a path: it has a zero byte", hint=_FIX_HINT)
     if isinstance(key, int) and not isinstance(key, bool):
         key = str(key)
     for column, value in ((columns.key, key), (columns.caption, caption)):
         if value is not None and not isinstance(value, str):
             raise UsageError(f"{where}: the column {column!r} must hold text, not {value!r}", hint=_FIX_HINT)
-    return Row(where, _resolved(manifest, where, path), key or None, caption or None, _fields(where, row))
+    return Row(
+        where,
+        _resolved(manifest, where, path) if path else "",
+        key or None,
+        caption or None,
+        _fields(where, row),
+        tuple((ext, _resolved(manifest, where, value)) for ext, value in files),
+    )
+
+
+def _require_columns(where: str, row: dict[str, Any], columns: Columns) -> None:
+    renamed = (c for c, usual in ((columns.key, "key"), (columns.caption, "caption")) if c != usual)
+    needs_path = not columns.files or columns.path != "path"
+    for column in (*((columns.path,) if needs_path else ()), *renamed, *columns.files.values()):
+        if column not in row:
+            have = ", ".join(map(repr, row)) or "none"
+            hint = f"it has {have}; name yours with --path-column and the like (in Python: columns=Columns(...))"
+            raise UsageError(f"{where}: there is no column {column!r}", hint=hint)
+
+
+def _check_path(where: str, column: str, path: object) -> None:
+    if not isinstance(path, str) or not path:
+        raise UsageError(f"{where}: the column {column!r} must hold a path, not {path!r}", hint=_FIX_HINT)
+    if "\0" in path:
+        raise UsageError(f"{where}: {path!r} is not a path: it has a zero byte", hint=_FIX_HINT)
 
 
 def _resolved(manifest: str, where: str, path: str) -> str:

@@ -29,28 +29,26 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from headrace.dataio.core import crashpoints, limits
-from headrace.dataio.core.errors import ConflictError, UsageError
+from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest import plan
+from headrace.dataio.shards.ingest.grouping import Group, Grouping, check_grouping
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
-from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped, no_text_notes, skip_error
+from headrace.dataio.shards.ingest.plan_run import InputReporter, PlanRun, check_new_keys
+from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped
 from headrace.dataio.shards.ingest.source_stores import SourceStores
-from headrace.dataio.shards.ingest.sources import Gathered, Group, gather
+from headrace.dataio.shards.ingest.sources import Gathered, gather
 from headrace.dataio.shards.ingest.unit_packer import pack_task
 from headrace.dataio.shards.media.messages import TEXT_BYTES, Recipe, check_recipe, check_text_field
-from headrace.dataio.shards.query import views
-from headrace.dataio.shards.query.open_index import OpenIndex
-from headrace.dataio.shards.query.part_writer import PartWriter
-from headrace.dataio.shards.units.engine import Engine, RunReport, find_engine, run_units
-from headrace.dataio.shards.units.journal import Done, StoredJournal
+from headrace.dataio.shards.units.engine import RunReport, find_engine
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import history
-from headrace.dataio.shards.versions.mounting import with_mounts
 from headrace.dataio.shards.workers.worker_pool import worker_count
 from headrace.dataio.store.base import Store
 
@@ -72,6 +70,7 @@ def pack(
     strict: bool = False,
     captions: Mapping[str, str] | None = None,
     columns: Columns = DEFAULT_COLUMNS,
+    group: Grouping = "stem",
     recipe: Recipe = _UNCHANGED,
     text_field: str | None = None,
     engine: str = "local",
@@ -97,6 +96,8 @@ def pack(
             adds no text.
         columns (Columns): the names of the columns in manifests and in Parquet files with embedded media. The default
             is `path`, `key` and `caption`.
+        group (str): which files are one sample: "stem" (the default), "dot" or "folder"
+            (`headrace.dataio.shards.ingest.grouping`).
         recipe (Recipe): how to re-encode media, copy them into another container, or split them. By default, the files
             stay as they are.
         text_field (str): the field of the samples' JSON that holds the text of samples without a `.txt`. None means
@@ -126,6 +127,7 @@ def pack(
         strict=strict,
         captions=captions or {},
         columns=columns,
+        group=group,
         recipe=recipe,
         text_field=text_field,
         engine=engine,
@@ -145,6 +147,7 @@ def append(
     strict: bool = False,
     captions: Mapping[str, str] | None = None,
     columns: Columns = DEFAULT_COLUMNS,
+    group: Grouping = "stem",
     recipe: Recipe = _UNCHANGED,
     text_field: str | None = None,
     engine: str = "local",
@@ -182,6 +185,7 @@ def append(
         strict=strict,
         captions=captions or {},
         columns=columns,
+        group=group,
         recipe=recipe,
         text_field=text_field,
         engine=engine,
@@ -224,6 +228,7 @@ class _PackJob:
         strict: bool,
         captions: Mapping[str, str],
         columns: Columns,
+        group: Grouping,
         recipe: Recipe,
         text_field: str | None,
         engine: str,
@@ -236,7 +241,7 @@ class _PackJob:
                 f"shard_bytes must be positive, not {shard_bytes}", hint="give a size in bytes, such as 256 << 20"
             )
         worker_count(workers)
-        self._recipe = check_recipe(recipe)
+        self._recipe, self._grouping = check_recipe(recipe), check_grouping(group)
         self._settings = plan.Settings(
             shard_bytes=shard_bytes, recipe=recipe, strict=strict, text_field=check_text_field(text_field)
         )
@@ -248,7 +253,7 @@ class _PackJob:
         """Make version 1 of the dataset."""
         history.refuse_checkpoints(store)
         gathered = self._gather(sources, store)
-        reporter = _PackReporter(gathered, self._settings.strict, self._progress)
+        reporter = InputReporter(gathered, self._settings.strict, self._progress)
         runner = self._runner(store, gathered, append=False)
         if history.list_versions(store):
             published = runner.published()
@@ -259,11 +264,12 @@ class _PackJob:
             )
         name = name or history.name_of(store)
         if not gathered.groups:
-            raise reporter.nothing_to_pack()
+            raise _nothing_to_pack(gathered)
         history.claim(store, name)
         runner.journal.begin(0)
-        run = runner.run(self._engine, self._workers, reporter, self.stores)
-        shards, parts = runner.index(0, reporter.nothing_to_pack)
+        settings = self._settings
+        run = runner.run(pack_task(store, settings, self.stores), self._engine, self._workers, reporter)
+        shards, parts = runner.index(0, partial(_nothing_to_pack, gathered))
         document = versions.new_document(name, shards, parts, version=1, parent=None, message="packed")
         _crash_after_index()
         history.publish(store, document)
@@ -274,22 +280,22 @@ class _PackJob:
         """Make the next version of the dataset."""
         newest, _ = history.load(store)
         gathered = self._gather(sources, store)
-        reporter = _PackReporter(gathered, self._settings.strict, self._progress)
+        reporter = InputReporter(gathered, self._settings.strict, self._progress)
         if not gathered.groups:
-            raise reporter.nothing_to_pack()
+            raise _nothing_to_pack(gathered)
         runner = self._runner(store, gathered, append=True)
         published = runner.published()
         if published is not None:
             return self._finish(runner, reporter, RunReport(0, ()), published)
         if self._recipe.split is None:
-            _check_new_keys(store, newest, {group.key for group in gathered.groups}, trust_mounts)
-        runner.settings = msgspec.structs.replace(self._settings, salt=runner.journal.begin(newest.version))
-        run = runner.run(self._engine, self._workers, reporter, self.stores)
-        shards, parts = runner.index(len(newest.index), reporter.nothing_to_pack)
+            check_new_keys(store, newest, {group.key for group in gathered.groups}, trust_mounts)
+        settings = msgspec.structs.replace(self._settings, salt=runner.journal.begin(newest.version))
+        run = runner.run(pack_task(store, settings, self.stores), self._engine, self._workers, reporter)
+        shards, parts = runner.index(len(newest.index), partial(_nothing_to_pack, gathered))
         _crash_after_index()
 
         def build(base: versions.VersionDocument) -> versions.VersionDocument:
-            _check_new_keys(store, base, runner.keys, trust_mounts)
+            check_new_keys(store, base, runner.keys, trust_mounts)
             return versions.new_document(
                 base.name,
                 versions.joined(base.shards, shards),
@@ -311,6 +317,7 @@ class _PackJob:
             self._columns,
             self.stores,
             store.location.url,
+            self._grouping,
         )
         sample_keys = {group.key for group in gathered.groups}
         for key, text in self._captions.items():
@@ -326,12 +333,12 @@ class _PackJob:
             return gathered
         return dataclasses.replace(gathered, groups=tuple(self._captioned(group) for group in gathered.groups))
 
-    def _runner(self, store: Store, gathered: Gathered, *, append: bool) -> _UnitRunner:
-        return _UnitRunner(
+    def _runner(self, store: Store, gathered: Gathered, *, append: bool) -> PlanRun[plan.PackUnit]:
+        return PlanRun(
             store=store,
             journal=plan.journal_of(store, plan.digest(gathered.groups, self._settings, append)),
             units=plan.units(gathered.groups, self._settings),
-            settings=self._settings,
+            text_field=self._settings.text_field,
         )
 
     def _captioned(self, group: Group) -> Group:
@@ -339,8 +346,8 @@ class _PackJob:
 
     def _finish(
         self,
-        runner: _UnitRunner,
-        reporter: _PackReporter,
+        runner: PlanRun[plan.PackUnit],
+        reporter: InputReporter,
         run: RunReport,
         document: versions.VersionDocument,
     ) -> tuple[PackReport, int]:
@@ -349,100 +356,8 @@ class _PackJob:
         return report, document.version
 
 
-class _UnitRunner:
-    """Packs the units of a plan, and makes the index and the report from their records."""
-
-    def __init__(
-        self,
-        *,
-        store: Store,
-        journal: StoredJournal[plan.PackedUnit],
-        units: list[plan.PackUnit],
-        settings: plan.Settings,
-    ) -> None:
-        self.store, self.journal, self.units, self.settings = store, journal, units, settings
-        self.keys: set[str] = set()
-
-    def published(self) -> versions.VersionDocument | None:
-        """Return the document of the version that an earlier call made from the same plan, or None."""
-        if not self.units or not self.journal.done() >= set(range(len(self.units))):
-            return None
-        document, _ = history.load(self.store)
-        published_shards = {shard.key for shard in document.shards}
-        shards = [shard.key for packed in self.journal.records(len(self.units)) for shard in packed.shards]
-        return document if shards and published_shards.issuperset(shards) else None
-
-    def run(self, engine: Engine, workers: int | None, reporter: _PackReporter, stores: SourceStores) -> RunReport:
-        """Pack the units that the journal has no record of."""
-        task = pack_task(self.store, self.settings, stores)
-        return run_units(task, self.journal, self.units, engine=engine, workers=workers, step=reporter.step)
-
-    def index(self, first_part: int, nothing_to_pack: Callable[[], UsageError]) -> tuple[Any, Any]:
-        """Store the index parts of all units, in order. Return all shards and all index parts."""
-        shards, parts = list[versions.Shard](), PartWriter(self.store, first_part)
-        for packed in self.journal.records(len(self.units)):
-            shards += packed.shards
-            self.keys |= {sample.key for sample in packed.samples}
-            parts.add(packed.samples)
-        stored = parts.close()
-        if not shards:
-            skipped = [item for packed in self.journal.records(len(self.units)) for item in packed.skipped]
-            self.journal.delete()
-            raise _nothing_to_pack(skipped) if skipped else nothing_to_pack()
-        return tuple(shards), tuple(stored)
-
-    def report(self, reporter: _PackReporter, run: RunReport, seconds: float) -> PackReport:
-        """Build the report from the records."""
-        files = samples = shards = size = 0
-        skipped, notes, has_text = list(reporter.skipped), list[str](), False
-        for packed in self.journal.records(len(self.units)):
-            files += packed.files
-            samples += len(packed.samples)
-            shards += len(packed.shards)
-            size += sum(shard.size for shard in packed.shards)
-            skipped += packed.skipped
-            notes += packed.notes
-            has_text = has_text or any(sample.text is not None for sample in packed.samples)
-        return PackReport(
-            files=files,
-            samples=samples,
-            shards=shards,
-            bytes=size,
-            seconds=seconds,
-            skipped=tuple(skipped),
-            ignored=reporter.gathered.ignored,
-            notes=(*notes, *no_text_notes(self.settings.text_field, has_text)),
-            resumed=run.resumed,
-            workers=run.workers,
-        )
-
-
-class _PackReporter:
-    """Counts finished groups for `progress`. With `strict`, raises the error of the first input that was skipped."""
-
-    def __init__(self, gathered: Gathered, strict: bool, progress: Callable[[Progress], None] | None) -> None:
-        self.gathered, self.skipped, self._progress = gathered, gathered.skipped, progress
-        self._groups = self._bytes = 0
-        self._skips = len(gathered.skipped)
-        self._total = sum(group.bytes for group in gathered.groups)
-        if strict and gathered.skipped:
-            raise skip_error(gathered.skipped[0])
-
-    def step(self, done: Done) -> None:
-        """Add finished groups, their bytes and the skipped groups to the counts."""
-        self._groups += done.items
-        self._bytes += done.bytes
-        self._skips += done.skipped
-        if self._progress is not None:
-            total = len(self.gathered.groups)
-            self._progress(Progress(self._groups, total, self._bytes, self._total, self._skips))
-
-    def nothing_to_pack(self) -> UsageError:
-        """Return the error for an empty input."""
-        return _nothing_to_pack(self.skipped, self.gathered.ignored)
-
-
-def _nothing_to_pack(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) -> UsageError:
+def _nothing_to_pack(gathered: Gathered, skipped: Sequence[Skipped] = ()) -> UsageError:
+    ignored, skipped = gathered.ignored, skipped or gathered.skipped
     why, hint = "no media files were found", "give media files, or folders of them; files below DST are left out"
     if ignored:
         why = f"none of {limits.counted(len(ignored), 'file')} is media (such as {ignored[0]})"
@@ -456,16 +371,3 @@ def _nothing_to_pack(skipped: Sequence[Skipped], ignored: Sequence[str] = ()) ->
         all_of_them = f"all {len(skipped)} candidates were skipped; " if len(skipped) > 1 else ""
         why = f"{all_of_them}{skipped[0].path}: {skipped[0].reason}"
     return UsageError(f"there is nothing to pack: {why}", hint=hint)
-
-
-def _check_new_keys(store: Store, base: versions.VersionDocument, keys: set[str], trust_mounts: bool) -> None:
-    """Raise `ConflictError` if version `base` has one of `keys`."""
-    mounted, _ = with_mounts(store, base, False, {}, trust_mounts)
-    *_, missing = views.rows_with_keys(OpenIndex(mounted, base), keys)
-    existing = sorted(keys.difference(missing))
-    if existing:
-        more = f" and {len(existing) - 1} more of these keys" if len(existing) > 1 else ""
-        raise ConflictError(
-            f"{store.location.url} version {base.version} already has the sample {existing[0]!r}{more}",
-            hint="remove those samples first, or give the new ones other keys",
-        )

@@ -29,8 +29,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.shards.ingest.grouping import last_suffix
+from headrace.dataio.shards.ingest.manifests import EXTENSIONS
 from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.ingest.source_stores import as_regex
+from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS
 from headrace.dataio.store.base import Location, ObjectInfo, Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, url_of
 
@@ -42,6 +45,8 @@ _ANY_KEY = re.compile(".*", re.DOTALL)
 _RANGE = re.compile(r"(-?\d{1,12})\.\.(-?\d{1,12})(?:\.\.(-?\d{1,12}))?")
 _COMMAND = re.compile(r"(?i)\s*(?:pipe|cmd|exec|shell)\s*:|-$|.*\|")
 _TAR_NAME = re.compile(r"(?i).*\.(?:tar|tgz|tbz2?|txz|tzst|tar\.\w+)")
+
+_ENDINGS = KNOWN_EXTENSIONS | EXTENSIONS | {"tar"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class _ParsedPattern:
 def find(patterns: Iterable[str | os.PathLike[str]], opener: Callable[[str], Store]) -> FoundShards:
     """Find the shards that match `patterns`. `opener` opens the store at a URL or a path."""
     texts = [text for pattern in patterns for text in os.fspath(pattern).split("::")]
-    parsed_patterns = [(text, [_parsed(url) for url in _expanded(text)]) for text in texts]
+    parsed_patterns = [(text, [_parsed(url) for url in expanded(text)]) for text in texts]
     if not texts:
         raise UsageError("there is no pattern to index", hint="give the URLs of tar shards")
     store_roots = _store_roots({item.root for _, items in parsed_patterns for item in items})
@@ -97,6 +102,22 @@ def find(patterns: Iterable[str | os.PathLike[str]], opener: Callable[[str], Sto
         for search in searches.values():
             search.store.close()
         raise
+
+
+def match_tar(patterns: Iterable[str], opener: Callable[[str], Store]) -> bool:
+    """Return whether the patterns match any object with a tar's name, or name such an object."""
+    for item in (_parsed(url) for text in patterns for one in text.split("::") for url in expanded(one)):
+        suffix = last_suffix(item.name)
+        if suffix and not _WILDCARD.search(suffix) and (item.is_glob or suffix in _ENDINGS):
+            if _TAR_NAME.fullmatch(item.name):
+                return True
+            continue  # it can match no tar
+        with opener(item.root) as store:
+            pattern = re.compile(as_regex(item.name), re.DOTALL) if item.is_glob else _ANY_KEY
+            prefix = _WILDCARD.split(item.name, maxsplit=1)[0] + ("" if item.is_glob or not item.name else "/")
+            if any(_TAR_NAME.fullmatch(info.key) and pattern.fullmatch(info.key) for info in store.list(prefix)):
+                return True
+    return False
 
 
 def braces(text: str) -> Iterator[str]:
@@ -138,7 +159,8 @@ def _choices(inner: str) -> Iterator[str] | None:
     return itertools.chain.from_iterable(braces(part) for part in (*parts, inner[begin:]))
 
 
-def _expanded(text: str) -> list[str]:
+def expanded(text: str) -> list[str]:
+    """Expand the braces of one pattern. Commands raise `UnsupportedError`."""
     _refuse_commands(text)
     if text.count("{") > 100:  # each brace is a level of recursion
         raise UsageError(f"{text[:80]!r}… has more than 100 braces", hint="use a wildcard, or several patterns")

@@ -23,8 +23,8 @@ import blake3
 import msgspec
 
 from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.report import Skipped
-from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import Recipe
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.units.journal import Done, Record, StoredJournal, Unit

@@ -30,10 +30,10 @@ import msgspec
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError
 from headrace.dataio.core.programs import run_module
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.row_messages import RowResult
 from headrace.dataio.shards.ingest.row_pool import RowPool
-from headrace.dataio.shards.ingest.source_stores import SourceStores, is_url
-from headrace.dataio.shards.ingest.sources import Group
+from headrace.dataio.shards.ingest.source_stores import ChangedError, SourceStores, is_url
 from headrace.dataio.shards.media.messages import (
     DescribeResult,
     Failure,
@@ -72,6 +72,8 @@ class ProbePool:
         seconds: a function that gives the time limit of a group in seconds. The default is `seconds_for`.
         command: the command that starts one worker.
         stores: the stores of the files. Groups with remote files need them.
+        check: called with each group after its files were read. A failure that it returns becomes the outcome, and so
+            does a change of a remote file. By default, such a change raises `ChangedError`.
     """
 
     def __init__(
@@ -80,8 +82,9 @@ class ProbePool:
         seconds: Callable[[Group], float] | None = None,
         command: Sequence[str] = _COMMAND,
         stores: SourceStores | None = None,
+        check: Callable[[Group], Failure | None] | None = None,
     ) -> None:
-        self._seconds, self._stores = seconds, stores
+        self._seconds, self._stores, self._check = seconds, stores, check
         self._pool = WorkerPool(command, PROBE_HELLO, workers, answer_bytes=_ANSWER_BYTES)
         self._rows = RowPool(stores)
         self._copying = ThreadPoolExecutor(_SAMPLES_PER_WORKER * self._pool.workers, thread_name_prefix="copy")
@@ -118,20 +121,35 @@ class ProbePool:
             )
             in_flight.append((group, task, self._start(group, task)))
             if len(in_flight) >= _SAMPLES_PER_WORKER * self._pool.workers:
-                yield _next_result(in_flight)
+                yield self._next_result(in_flight)
         while in_flight:
-            yield _next_result(in_flight)
+            yield self._next_result(in_flight)
 
     def _start(self, group: Group, task: PrepareTask) -> Future[PrepareResult]:
         limit = self._limit(group, task.recipe)
         if group.row is not None:
             return self._copying.submit(self._prepare_row, group, task, self._rows.submit(group.row, task.scratch))
         if group.is_remote:
-            return self._copying.submit(self._copy_and_prepare, task, group.sizes, limit)
+            return self._copying.submit(self._copy_and_prepare, group, task, limit)
         return self._pool.submit(encode_task(task), limit, decode_outcome)
 
     def _limit(self, group: Group, recipe: Recipe) -> float:
         return self._seconds(group) if self._seconds else seconds_for(group, recipe)
+
+    def _next_result(self, in_flight: deque[_InFlight]) -> tuple[Group, PrepareResult]:
+        group, task, future = in_flight.popleft()
+        try:
+            outcome = future.result()
+        except (DeadlineError, CorruptionError) as error:
+            return group, Failure(task.files[0].path, error.code, error.message)
+        is_checked = group.is_remote or group.row is not None  # by the thread that copied it, or by `RowPool`
+        return group, outcome if is_checked else self._checked(group, outcome)
+
+    def _checked(self, group: Group, outcome: PrepareResult) -> PrepareResult:
+        """Return the outcome, or the failure that the check found. A full scratch folder stays what it is."""
+        if self._check is None or (isinstance(outcome, Failure) and outcome.scratch_full):
+            return outcome
+        return self._check(group) or outcome
 
     def _prepare_row(self, group: Group, task: PrepareTask, reading: Future[RowResult]) -> PrepareResult:
         """Wait for the files of a row, run the task on them, and return its outcome."""
@@ -148,23 +166,27 @@ class ProbePool:
             outcome = Failure("", error.code, error.message)
         return msgspec.structs.replace(outcome, path=group.display_name) if isinstance(outcome, Failure) else outcome
 
-    def _copy_and_prepare(self, task: PrepareTask, sizes: Sequence[int], seconds: float) -> PrepareResult:
+    def _copy_and_prepare(self, group: Group, task: PrepareTask, seconds: float) -> PrepareResult:
         """Copy the task's files into its folder, run the task, and return its outcome."""
         assert self._stores is not None
         try:
             os.makedirs(task.scratch, exist_ok=True)
             copies = [
                 self._copy_span(span, size, os.path.join(task.scratch, f"in-{number}"))
-                for number, (span, size) in enumerate(zip(task.files, sizes, strict=True))
+                for number, (span, size) in enumerate(zip(task.files, group.sizes, strict=True))
             ]
+        except ChangedError as error:
+            if self._check is None:
+                raise
+            return Failure(task.files[0].path, error.code, error.message)
         except OSError as error:
             return Failure(task.files[0].path, CapacityError.code, error.strerror or str(error), scratch_full=True)
         local = msgspec.structs.replace(task, files=tuple(copies))
         outcome: PrepareResult = self._pool.ask(encode_task(local), seconds, decode_outcome)
-        if not isinstance(outcome, Failure):
-            return outcome
-        names = {copy.path: span.display_name for copy, span in zip(copies, task.files, strict=True)}
-        return msgspec.structs.replace(outcome, path=names.get(outcome.path, outcome.path))
+        if isinstance(outcome, Failure):
+            names = {copy.path: span.display_name for copy, span in zip(copies, task.files, strict=True)}
+            outcome = msgspec.structs.replace(outcome, path=names.get(outcome.path, outcome.path))
+        return self._checked(group, outcome)
 
     def _copy_span(self, span: Span, size: int, name: str) -> Span:
         """Copy the span to a local file and return that. A local span is returned as it is."""
@@ -198,11 +220,3 @@ def scratch_folder_of(group: Group, recipe: Recipe, scratch: str) -> str:
     is_elsewhere = group.spans or group.is_remote or group.row is not None
     needs_folder = recipe.changes or is_elsewhere or group.caption is not None or group.fields is not None
     return os.path.join(scratch, blake3.blake3(group.key.encode()).hexdigest()[:24]) if needs_folder else ""
-
-
-def _next_result(in_flight: deque[_InFlight]) -> tuple[Group, PrepareResult]:
-    group, task, future = in_flight.popleft()
-    try:
-        return group, future.result()
-    except (DeadlineError, CorruptionError) as error:
-        return group, Failure(task.files[0].path, error.code, error.message)

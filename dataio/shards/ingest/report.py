@@ -34,7 +34,8 @@ class PackReport:
     """The report of `pack`, `append` or `index`.
 
     `samples` and `bytes` are totals of the shards. `notes` are remarks about the samples. `resumed` is the number of
-    units of the plan that an earlier, interrupted run of the same call had finished.
+    units of the plan that an earlier, interrupted run of the same call had finished. `changed` describes the files that
+    changed after they were indexed, and whose samples stay as they are.
     """
 
     files: int
@@ -47,6 +48,7 @@ class PackReport:
     notes: tuple[str, ...]
     resumed: int = 0
     workers: tuple[WorkerReport, ...] = ()
+    changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

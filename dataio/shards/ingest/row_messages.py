@@ -95,6 +95,8 @@ class LayoutTask(msgspec.Struct, frozen=True, kw_only=True, tag="layout"):
         key_column: the column with the keys.
         caption_column: the column with the captions.
         bytes_columns: the columns with media that the user names.
+        file_columns: the columns with further files that the user names. They make it a manifest, too.
+        in_place: whether to refuse a file with embedded media.
     """
 
     file: str
@@ -107,6 +109,8 @@ class LayoutTask(msgspec.Struct, frozen=True, kw_only=True, tag="layout"):
     key_column: str
     caption_column: str
     bytes_columns: tuple[str, ...]
+    file_columns: tuple[str, ...] = ()
+    in_place: bool = False
 
 
 class KeysTask(msgspec.Struct, frozen=True, tag="keys"):

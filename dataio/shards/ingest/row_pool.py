@@ -11,7 +11,7 @@ Invariants:
 * A local file must have the size and the time that the plan has. An object must have the size.
 
 Failure behaviour: if the reading process hangs or crashes, this row and all later rows of its row group have the same
-`Failure`. A file that changed raises `TransientError`. Errors of a store pass through. If the scratch folder is full,
+`Failure`. A file that changed raises `ChangedError`. Errors of a store pass through. If the scratch folder is full,
 `scratch_full` is set.
 """
 
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError, TransientError
+from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError
 from headrace.dataio.core.programs import run_module
 from headrace.dataio.shards.ingest.row_messages import (
     ROWS_HELLO,
@@ -34,7 +34,7 @@ from headrace.dataio.shards.ingest.row_messages import (
     decode_row,
     encode_message,
 )
-from headrace.dataio.shards.ingest.source_stores import SourceStores, is_url
+from headrace.dataio.shards.ingest.source_stores import ChangedError, SourceStores, is_url
 from headrace.dataio.shards.media.messages import Failure
 from headrace.dataio.shards.workers.worker_pool import WorkerPool
 
@@ -115,6 +115,6 @@ def _check_unchanged(group: RowGroup) -> None:
         info = os.stat(group.path)
     except OSError as error:
         problem = f"cannot be read any more: {error.strerror or error}"
-        raise TransientError(f"{group.path} {problem}", hint=_RETRY_HINT) from error
+        raise ChangedError(f"{group.path} {problem}", hint=_RETRY_HINT) from error
     if (info.st_size, info.st_mtime_ns) != (group.size, group.modified_ns):
-        raise TransientError(f"{group.path} changed while it was being packed", hint=_RETRY_HINT)
+        raise ChangedError(f"{group.path} changed while it was being packed", hint=_RETRY_HINT)

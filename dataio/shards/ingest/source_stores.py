@@ -10,7 +10,7 @@ Invariants:
   object's size.
 
 Failure behaviour: errors of a store pass through, since no input is at fault if a store cannot be reached. An object
-that shrinks or disappears while it is copied raises `TransientError`.
+that shrinks or disappears while it is copied raises `ChangedError`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ _MAX_STATS = 16
 """Up to this many objects are looked up one by one. More objects are looked up in a listing."""
 _URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
 WILDCARD = re.compile(r"[*?\[]")
+
+
+class ChangedError(TransientError):
+    """An input changed while it was read."""
 
 
 def is_url(text: str) -> bool:
@@ -143,10 +147,10 @@ class SourceStores:
         self.copy(url, 0, size, path)
 
     def check_unchanged(self, url: str, size: int) -> None:
-        """Raise `TransientError` unless the object exists and has this size."""
+        """Raise `ChangedError` unless the object exists and has this size."""
         info = self.stat_many([url]).get(url)
         if info is None or info.size != size:
-            raise TransientError(f"{url} changed while it was being packed", hint=_RETRY_HINT)
+            raise ChangedError(f"{url} changed while it was being packed", hint=_RETRY_HINT)
 
     def copy(self, url: str, offset: int, length: int, path: str) -> None:
         """Copy `length` bytes of the object, from `offset`, to a new file."""
@@ -176,9 +180,7 @@ class SourceStores:
         try:
             return self.reader(url)(offset, length)
         except (NotFoundError, RangeError) as error:  # the object disappeared or shrank
-            raise TransientError(
-                f"{url} changed while it was being packed: {error.message}", hint=_RETRY_HINT
-            ) from error
+            raise ChangedError(f"{url} changed while it was being packed: {error.message}", hint=_RETRY_HINT) from error
 
     @contextlib.contextmanager
     def local_copy(self, url: str, size: int) -> Iterator[Path]:

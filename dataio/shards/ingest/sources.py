@@ -1,4 +1,4 @@
-"""Finds the samples in the sources that the user gives. Files with the same stem in one folder are one sample.
+"""Finds the samples in the sources that the user gives.
 
 Purpose: turn files, folders (recursively), globs, manifests and WebDataset tars, local or in stores, into groups of
 files with keys. Paths and URLs are plain strings here.
@@ -8,8 +8,7 @@ Invariants:
 * The result depends only on names, not on the order in which a file system lists them. Groups are sorted by key.
 * A key is the path relative to the source, without the last suffix. For a folder, it is relative to the folder. For a
   glob, it is relative to the folder before the first wildcard. For a file, it is the file's stem.
-* In keys, dots, backslashes and control characters become `_`. A tar reader that cuts at the first dot then finds the
-  same key.
+* `headrace.dataio.shards.ingest.grouping` explains which files are one sample, and what its key is.
 * A file that is named twice counts once, under the first source that names it.
 * Two groups with the same key are an error. A new name would depend on the other inputs, so the key would not be
   stable.
@@ -36,74 +35,40 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import glob
 import itertools
 import os
 import re
 import stat
 import urllib.parse
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, EXTENSIONS, Columns, Row, rows
+from headrace.dataio.shards.ingest.grouping import (
+    FoundFile,
+    Group,
+    Grouping,
+    InputFile,
+    divide_into_samples,
+    key_of,
+    last_suffix,
+    make_group,
+    row_key,
+)
+from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, EXTENSION, EXTENSIONS, Columns, Row, rows
 from headrace.dataio.shards.ingest.report import Skipped
-from headrace.dataio.shards.ingest.row_messages import RowRef
 from headrace.dataio.shards.ingest.source_stores import WILDCARD, FileStat, SourceStores, is_url
-from headrace.dataio.shards.ingest.tables import EmbeddedRow, Tables
-from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, unused_media
+from headrace.dataio.shards.ingest.tables import Tables, embedded_group
+from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, is_named_video, unused_media
 from headrace.dataio.shards.media.messages import Span
 from headrace.dataio.store.base import check_key
 
 SIDECARS = ("json", "txt", "vtt")
 """The extensions of the files that join a manifest's media file, if they have the same stem."""
-_EXTENSION = re.compile(r"[\w+-]+(\.[\w+-]+)*")
 _COMPRESSED_TAR = re.compile(r"(?i).*\.(?:tgz|tbz2?|txz|tzst|tar\.\w+)")
-_FORBIDDEN_IN_KEYS = re.compile(r"[.\\\x00-\x1f\x7f]")
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """The files of one sample: (extension, path), sorted by extension.
-
-    `sizes` holds the size of each file when it was found, and `bytes` their sum. `stamp` is the newest modification
-    time in nanoseconds. `spans`, if there are any, give the offset and length of each member in its file. `caption` and
-    `fields` (a JSON object) come from a manifest. `row`, if there is one, is a row with embedded media: its files are
-    found when it is read, so `files` has the table, and the size is an estimate.
-    """
-
-    key: str
-    files: tuple[tuple[str, str], ...]
-    bytes: int
-    stamp: int = 0
-    sizes: tuple[int, ...] = ()
-    spans: tuple[tuple[int, int], ...] = ()
-    caption: str | None = None
-    fields: str | None = None
-    row: RowRef | None = None
-
-    @property
-    def order(self) -> str:
-        """Groups are sorted by this."""
-        return self.row.default_key if self.row else self.key
-
-    @property
-    def display_name(self) -> str:
-        """The name in messages to the user."""
-        return self.row.display_name if self.row else self.files[0][1]
-
-    def members(self) -> tuple[Span, ...]:
-        """Return the files as the spans that a worker takes."""
-        spans = self.spans or ((0, -1),) * len(self.files)
-        return tuple(Span(ext, path, *span) for (ext, path), span in zip(self.files, spans, strict=True))
-
-    @property
-    def is_remote(self) -> bool:
-        """Whether any of the files lies in a store."""
-        return any(is_url(path) for _, path in self.files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,89 +80,48 @@ class Gathered:
     ignored: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _InputFile:
-    """A file or an object found in a source. Its key is relative to `root`."""
-
-    root: str
-    path: str
-    is_named: bool = False  # the user named this file; it was not found in a folder
-    from_glob: bool = False  # a glob matched this file
-    info: FileStat | None = None  # set if the listing gave it
-    several_dots: str = ""  # the extension, if it has dots: `latent.npy`
-
-    @property
-    def ext(self) -> str:
-        """The extension by which the sample names the file."""
-        return self.several_dots or _ext(self.path)
-
-    @property
-    def stem(self) -> tuple[str, str]:
-        """The folder and the stem."""
-        folder, name = os.path.split(self.path if is_url(self.path) else os.path.abspath(self.path))
-        return folder, Path(name).stem
-
-
 def gather(
     sources: Iterable[str | os.PathLike[str]],
     columns: Columns = DEFAULT_COLUMNS,
     stores: SourceStores | None = None,
-    exclude: str | None = None,
+    exclude: str | Sequence[str] = (),
+    grouping: Grouping = "stem",
+    *,
+    in_place: bool = False,
 ) -> Gathered:
     """Group the files of all sources into samples.
 
-    `columns` names the columns of manifests. `exclude` is the URL of a dataset whose files are left out.
+    `columns` names the columns of manifests. `exclude` is the URL of a dataset whose files are left out, or several
+    URLs. `grouping` says which files are one sample (`headrace.dataio.shards.ingest.grouping`). With `in_place`, tars are
+    skipped, and Parquet files with embedded media raise `UsageError`.
     """
     if stores is None:
         with SourceStores() as opened:
-            return gather(sources, columns, opened, exclude)
-    input_files: dict[str, _InputFile] = {}
-    collected = _Collector(stores)
-    is_excluded = functools.partial(_is_below, _local(exclude or "").rstrip("/"))
+            return gather(sources, columns, opened, exclude, grouping, in_place=in_place)
+    input_files: dict[str, InputFile] = {}
+    collected = _Collector(stores, grouping, in_place)
+    excluded = [_local(one).rstrip("/") for one in ([exclude] if isinstance(exclude, str) else exclude)]
     for source in sources:
         for item in _expand(_local(os.fspath(source)), stores, collected.skipped):
             absolute = item.path if is_url(item.path) else os.path.abspath(item.path)
-            if item.is_named or not is_excluded(absolute):
+            if item.is_named or not any(_is_below(folder, absolute) for folder in excluded):
                 input_files.setdefault(absolute, item)
-    by_stem: dict[tuple[str, str], list[tuple[_InputFile, FileStat]]] = {}
-    tables = list[tuple[_InputFile, FileStat]]()
+    files, tables = list[FoundFile](), list[FoundFile]()
     for item in input_files.values():
         info = item.info or _stat(item.path, collected.skipped)
         if info is None:
             continue
-        if _ext(item.path) in EXTENSIONS and (item.is_named or item.from_glob):
+        if last_suffix(item.path) in EXTENSIONS and (item.is_named or item.from_glob):
             tables.append((item, info))
         else:
-            by_stem.setdefault(item.stem, []).append((item, info))
+            files.append((item, info))
     collected.add_tables(tables, columns)
-    _join_to_media(by_stem)
-    for files in by_stem.values():
-        collected.add_files(files)
+    for members in divide_into_samples(files, grouping):
+        collected.add_files(members)
     groups = sorted(collected.groups, key=lambda group: group.order)
     _check_unique_keys(groups)
     skipped = sorted(collected.skipped, key=lambda s: s.path)
     return Gathered(tuple(groups), tuple(skipped), tuple(sorted(collected.ignored)))
-
-
-def _join_to_media(by_stem: dict[tuple[str, str], list[tuple[_InputFile, FileStat]]]) -> None:
-    """Join files such as `clip.latent.npy` to the files of the media file with the shorter stem, `clip.mp4`.
-
-    A file that has the extension of a medium in its name, such as `clip.mp4.part`, joins none.
-    """
-    with_media = {
-        stem for stem, files in by_stem.items() if any(_ext(item.path) in KNOWN_EXTENSIONS for item, _ in files)
-    }
-    for folder, stem in [one for one in by_stem if one not in with_media and "." in one[1]]:
-        parts = stem.split(".")
-        for count in range(len(parts) - 1, 0, -1):
-            shorter = folder, ".".join(parts[:count])
-            if shorter in with_media and not KNOWN_EXTENSIONS & {part.lower() for part in parts[count:]}:
-                middle = ".".join(parts[count:])
-                by_stem[shorter] += [
-                    (dataclasses.replace(item, several_dots=f"{middle}.{_ext(item.path)}".lower()), info)
-                    for item, info in by_stem.pop((folder, stem))
-                ]
-                break
 
 
 def _is_below(folder: str, path: str) -> bool:
@@ -207,24 +131,27 @@ def _is_below(folder: str, path: str) -> bool:
 class _Collector:
     """The groups found so far, and the skipped and ignored files."""
 
-    def __init__(self, stores: SourceStores) -> None:
-        self._stores = stores
+    def __init__(self, stores: SourceStores, grouping: Grouping, in_place: bool) -> None:
+        self._stores, self._grouping, self._in_place = stores, grouping, in_place
         self.groups: list[Group] = []
         self.skipped: list[Skipped] = []
         self.ignored: list[str] = []
 
-    def add_files(self, files: list[tuple[_InputFile, FileStat]]) -> None:
+    def add_files(self, files: list[FoundFile]) -> None:
         """Add the files that have one stem in one folder."""
-        has_media = any(_ext(item.path) in KNOWN_EXTENSIONS for item, _ in files)
-        members = [m for m in files if has_media and _EXTENSION.fullmatch(m[0].ext)]
+        has_media = any(last_suffix(item.path) in KNOWN_EXTENSIONS for item, _ in files)
+        members = [m for m in files if has_media and EXTENSION.fullmatch(m[0].ext)]
         if len(members) > tar.MAX_SAMPLE_MEMBERS:
             first = members[0][0]
-            self.skipped.append(Skipped(first.path, UnsupportedError.code, tar.too_many(_key(first))))
+            self.skipped.append(Skipped(first.path, UnsupportedError.code, tar.too_many(key_of(first, self._grouping))))
         elif members:
-            self.groups.append(_group(members))
+            self.groups.append(make_group(members, self._grouping))
         for item, info in (m for m in files if m not in members):
-            if _ext(item.path) == "tar":
+            if last_suffix(item.path) == "tar" and not self._in_place:
                 self._add_tar(item.path, info)
+            elif last_suffix(item.path) == "tar":
+                reason = "it is a tar, and these are files: index tars by themselves (--layout tars)"
+                self.skipped.append(Skipped(item.path, UnsupportedError.code, reason))
             elif item.is_named:
                 reason = f"neither a media file nor a file with the same stem as one (media are {_media_list()})"
                 if _COMPRESSED_TAR.fullmatch(item.path):
@@ -241,7 +168,7 @@ class _Collector:
                     group = _tar_group(key, sorted(spans, key=lambda span: span.ext), info.modified_ns)
                     if len({span.ext for span in spans}) < len(spans):
                         self._skip_in(path, key, "two of its members have the same name")
-                    elif not any(span.ext in KNOWN_EXTENSIONS for span in spans):
+                    elif not any(span.ext in KNOWN_EXTENSIONS or is_named_video(span.ext) for span in spans):
                         self._skip_in(path, key, _no_media_reason([span.ext for span in spans]))
                     else:
                         groups.append(group)
@@ -255,17 +182,17 @@ class _Collector:
     def _skip_in(self, path: str, key: str, reason: str) -> None:
         self.skipped.append(Skipped(f"{path}: sample {key!r}", UnsupportedError.code, reason))
 
-    def add_tables(self, tables: Iterable[tuple[_InputFile, FileStat]], columns: Columns) -> None:
+    def add_tables(self, tables: Iterable[FoundFile], columns: Columns) -> None:
         """Add one sample for each row of manifests and of Parquet files with embedded media."""
         with Tables(self._stores) as reader:
             for item, info in tables:
                 embedded = None
-                if _ext(item.path) == "parquet":
-                    embedded = reader.rows_of(item.path, info, columns, _key(item))
+                if last_suffix(item.path) == "parquet":
+                    embedded = reader.rows_of(item.path, info, columns, key_of(item), in_place=self._in_place)
                 if embedded is None:
                     self.add_manifest(item.path, info, columns)
                 elif embedded:
-                    self.groups += map(_embedded_group, embedded)
+                    self.groups += map(embedded_group, embedded)
                 else:
                     self.skipped.append(Skipped(item.path, UnsupportedError.code, "it has no rows"))
 
@@ -276,24 +203,30 @@ class _Collector:
                 listed = list(rows(copy, columns, manifest))
         else:
             listed = list(rows(Path(manifest), columns))
-        urls = {path for row in listed if is_url(row.path) for path in (row.path, *_sidecar_paths(row.path))}
+        urls = {path for row in listed for path in _paths_of(row) if is_url(path)}
         existing = self._stores.stat_many(urls)
         for row in listed:
             self._add_row(os.path.dirname(manifest), row, existing)
 
     def _add_row(self, folder: str, row: Row, existing: Mapping[str, FileStat]) -> None:
         """Add the sample of one row. `existing` holds the objects that rows name, and their sidecar files."""
-        if _ext(row.path) not in KNOWN_EXTENSIONS:
-            raise UsageError(f"{row.where}: {row.path} is not a media file", hint=f"media are {_media_list()}")
-        skipped: list[Skipped] = []
-        info = _stat_input(row.path, skipped, existing)
-        if info is None:
+        if not any(last_suffix(f"x.{ext}" if ext else path) in KNOWN_EXTENSIONS for ext, path in row.media):
+            raise UsageError(f"{row.where}: {row.media[0][1]} is not a media file", hint=f"media are {_media_list()}")
+        skipped, members = list[Skipped](), list[FoundFile]()
+        for ext, path in row.media:
+            info = _stat_input(path, skipped, existing)
+            if info is not None:
+                members.append((InputFile(folder, path, several_dots=ext), info))
+        if skipped:
             self.skipped += [Skipped(f"{row.where}: {s.path}", s.code, s.reason) for s in skipped]
             return
-        sidecars = [(path, _stat_input(path, [], existing)) for path in _sidecar_paths(row.path)]
-        members = [(_InputFile(folder, path), info) for path, info in ((row.path, info), *sidecars) if info is not None]
-        group = _group(members)
-        key = _row_key(row.where, row.key or group.key)
+        named = {ext for ext, _ in row.files}
+        for path in _sidecar_paths(row.path) if row.path else ():
+            info = _stat_input(path, [], existing)
+            if info is not None and last_suffix(path) not in named:
+                members.append((InputFile(folder, path), info))
+        group = make_group(members)
+        key = row_key(row.where, row.key or group.key)
         self.groups.append(dataclasses.replace(group, key=key, caption=row.caption, fields=row.fields))
 
 
@@ -342,14 +275,14 @@ def _local(source: str) -> str:
     return "/" + urllib.parse.unquote(path)
 
 
-def _expand(source: str, stores: SourceStores, skipped: list[Skipped]) -> Iterator[_InputFile]:
+def _expand(source: str, stores: SourceStores, skipped: list[Skipped]) -> Iterator[InputFile]:
     path = Path(source)
     if is_url(source):
         yield from _expand_url(source, stores, skipped)
     elif path.is_dir():
         yield from _walk(str(path), str(path), skipped)
     elif os.path.lexists(source):
-        yield _InputFile(str(path.parent), str(path), True)
+        yield InputFile(str(path.parent), str(path), True)
     elif WILDCARD.search(source):
         root = WILDCARD.split(source, maxsplit=1)[0].rpartition("/")[0] or ("/" if source[0] == "/" else ".")
         matches = sorted(glob.glob(source, recursive=True))
@@ -359,22 +292,22 @@ def _expand(source: str, stores: SourceStores, skipped: list[Skipped]) -> Iterat
             if os.path.isdir(match):
                 yield from _walk(root, match, skipped)
             else:
-                yield _InputFile(root, match, from_glob=True)
+                yield InputFile(root, match, from_glob=True)
     else:
         raise NotFoundError(f"there is no file or folder {source!r}", hint="check the path")
 
 
-def _walk(root: str, folder: str, skipped: list[Skipped]) -> Iterator[_InputFile]:
+def _walk(root: str, folder: str, skipped: list[Skipped]) -> Iterator[InputFile]:
     def report_error(error: OSError) -> None:
         reason = f"the folder cannot be read: {error.strerror or error}"
         skipped.append(Skipped(str(error.filename), AccessDeniedError.code, reason))
 
     for at, folders, files in os.walk(folder, onerror=report_error):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (_InputFile(root, os.path.join(at, name)) for name in sorted(files) if not name.startswith("."))
+        yield from (InputFile(root, os.path.join(at, name)) for name in sorted(files) if not name.startswith("."))
 
 
-def _expand_url(source: str, stores: SourceStores, skipped: list[Skipped]) -> Iterator[_InputFile]:
+def _expand_url(source: str, stores: SourceStores, skipped: list[Skipped]) -> Iterator[InputFile]:
     matches = stores.find(source)
     for url, info in matches.objects.items():
         parts = url[len(matches.root) + 1 :].split("/")
@@ -385,7 +318,14 @@ def _expand_url(source: str, stores: SourceStores, skipped: list[Skipped]) -> It
         except UsageError:
             skipped.append(Skipped(url, UnsupportedError.code, "its key has an empty part or a forbidden character"))
         else:
-            yield _InputFile(matches.root, url, matches.is_named, matches.from_glob, info)
+            yield InputFile(matches.root, url, matches.is_named, matches.from_glob, info)
+
+
+def _paths_of(row: Row) -> Iterator[str]:
+    """Yield the paths that a row names, and those of the sidecar files that its media file may have."""
+    yield from (path for _, path in row.media)
+    if row.path:
+        yield from _sidecar_paths(row.path)
 
 
 def _sidecar_paths(path: str) -> list[str]:
@@ -416,70 +356,16 @@ def _stat(path: str, skipped: list[Skipped]) -> FileStat | None:
     return None
 
 
-def _ext(path: str) -> str:
-    return os.path.splitext(path)[1][1:].lower()
-
-
 def _no_media_reason(extensions: list[str]) -> str:
     """Return the reason why a sample with these extensions is skipped."""
     if unused := unused_media(extensions):
         names = ", ".join(f".{ext}" for ext in unused)
-        return f"none of its media files ({names}) has the sample's own name; a sample has one video, so make one sample of each"
+        return f"none of its media files ({names}) has the sample's own name"
     return f"it has no media file (media are {_media_list()})"
 
 
 def _media_list() -> str:
     return ", ".join(sorted(SAMPLE_EXTENSIONS))
-
-
-def _group(members: list[tuple[_InputFile, FileStat]]) -> Group:
-    files: dict[str, str] = {}
-    for item, _ in members:
-        existing = files.setdefault(item.ext, item.path)
-        if existing != item.path:
-            raise UsageError(
-                f"{existing} and {item.path} would be the same member of a sample", hint="rename one of them"
-            )
-    first = min((item for item, _ in members if not item.several_dots), key=lambda item: item.path)
-    stamp = max(info.modified_ns for _, info in members)
-    sizes = {item.ext: info.size for item, info in members}
-    return Group(
-        _key(first),
-        tuple(sorted(files.items())),
-        sum(sizes.values()),
-        stamp,
-        tuple(size for _, size in sorted(sizes.items())),
-    )
-
-
-def _key(item: _InputFile) -> str:
-    if is_url(item.path):
-        below = item.path.startswith(f"{item.root}/")
-        inside = item.path[len(item.root) + 1 :] if below else item.path.partition("://")[2]
-        return _clean_key(os.path.splitext(inside)[0])
-    relative = Path(os.path.relpath(item.path, item.root)).with_suffix("")
-    if relative.parts[0] == "..":  # a manifest may name files anywhere
-        relative = Path(*Path(os.path.abspath(item.path)).with_suffix("").parts[1:])
-    return "/".join(_FORBIDDEN_IN_KEYS.sub("_", part) for part in relative.parts)
-
-
-def _row_key(where: str, text: str) -> str:
-    """Return the key of a row whose table calls it `text`."""
-    key = _clean_key(text)
-    if set(key.split("/")) & {"", ".", ".."}:
-        raise UsageError(f"{where}: {text!r} cannot be a key", hint="keys are relative, without '..'")
-    return key
-
-
-def _embedded_group(row: EmbeddedRow) -> Group:
-    """Return the group of a row with embedded media."""
-    ref = row.ref
-    key = _row_key(ref.display_name, row.key or ref.default_key)
-    return Group(key, (("parquet", ref.group.path),), row.bytes, ref.group.modified_ns, (row.bytes,), row=ref)
-
-
-def _clean_key(key: str) -> str:
-    return "/".join(_FORBIDDEN_IN_KEYS.sub("_", part) for part in key.split("/"))
 
 
 def _check_unique_keys(groups: list[Group]) -> None:

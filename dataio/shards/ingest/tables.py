@@ -25,6 +25,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, NotFoundError, UsageError
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.shards.ingest.embedded import FOOTER_BYTES, NOT_PARQUET, WRITE_HINT
+from headrace.dataio.shards.ingest.grouping import Group, row_key
 from headrace.dataio.shards.ingest.manifests import Columns
 from headrace.dataio.shards.ingest.row_messages import (
     ROWS_HELLO,
@@ -68,10 +69,13 @@ class Tables:
         self._stores = stores
         self._pool = WorkerPool(command, ROWS_HELLO, 1, answer_bytes=_ANSWER_BYTES)
 
-    def rows_of(self, path: str, info: FileStat, columns: Columns, stem: str) -> list[EmbeddedRow] | None:
+    def rows_of(
+        self, path: str, info: FileStat, columns: Columns, stem: str, *, in_place: bool = False
+    ) -> list[EmbeddedRow] | None:
         """Return the rows of a Parquet file with embedded media, or None if the file is a manifest.
 
-        `path` is a path or a URL. `stem` is the key of the file.
+        `path` is a path or a URL. `stem` is the key of the file. With `in_place`, a file with embedded media raises
+        `UsageError`.
         """
         with self._local_footer(path, info) as (file, footer):
             task = LayoutTask(
@@ -85,10 +89,17 @@ class Tables:
                 key_column=columns.key,
                 caption_column=columns.caption,
                 bytes_columns=columns.bytes,
+                file_columns=tuple(columns.files.values()),
+                in_place=in_place,
             )
             layout = self._ask(path, task, info.size, decode_layout)
             if isinstance(layout, Manifest):
                 return None
+            if columns.files:
+                raise UsageError(
+                    f"{path}: it holds its media itself, so its samples have no further files in columns",
+                    hint="--file-column is for manifests: pack them by themselves",
+                )
             if is_url(path) and layout.keys:
                 self._stores.copy_ranges(path, info.size, layout.keys, file)
             rows = list[EmbeddedRow]()
@@ -148,6 +159,13 @@ class Tables:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def embedded_group(row: EmbeddedRow) -> Group:
+    """Return the group of a row with embedded media."""
+    ref = row.ref
+    key = row_key(ref.display_name, row.key or ref.default_key)
+    return Group(key, (("parquet", ref.group.path),), row.bytes, ref.group.modified_ns, (row.bytes,), row=ref)
 
 
 def _footer_position(path: str, size: int, tail: bytes) -> int:

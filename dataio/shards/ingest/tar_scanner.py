@@ -29,10 +29,10 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError, Unsuppor
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.report import Skipped, skip_error
-from headrace.dataio.shards.ingest.sources import Group
-from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, unsupported_media, unused_media
+from headrace.dataio.shards.media.container import SAMPLE_EXTENSIONS, is_named_video, unsupported_media, unused_media
 from headrace.dataio.shards.media.messages import Description, Failure
 from headrace.dataio.shards.pieces import Hasher, piece_size
 from headrace.dataio.shards.readahead import ReadAhead
@@ -141,7 +141,7 @@ class TarScanner:
         if any(member.ext == tar_member.ext for member in raw.members):
             raw.fault = raw.fault or f"a second member is called {tar_member.name!r}, at offset {tar_member.header}"
         parts = ahead.parts(tar_member.offset, tar_member.length)
-        if tar_member.ext in _PROBED and not raw.fault:
+        if (tar_member.ext in _PROBED or is_named_video(tar_member.ext)) and not raw.fault:
             path = folder / f"{next(self._numbers)}.{tar_member.ext}"
             raw.files[path] = (tar_member.ext, tar_member.name)
             raw.bytes += tar_member.length
@@ -204,6 +204,7 @@ class TarScanner:
             audio=facts.audio,
             text=facts.text,
             fields=json.loads(facts.fields),
+            videos=facts.videos,
         )
         self._rows.append((raw.offset, sample))
         self.members += len(raw.members)
@@ -213,7 +214,7 @@ class TarScanner:
         notes = (
             *facts.notes,
             *(
-                f"its .{ext} file is kept but not read as media: a sample's video must be named <key>.<ext>"
+                f"its .{ext} file is kept but not read as media: a sample's audio must be named <key>.<ext>"
                 for ext in own_names
             ),
             *(() if unread is None else (f"{unread[1]} (`headrace pack` with the tar as its source)",)),

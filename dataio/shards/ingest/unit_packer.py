@@ -39,11 +39,11 @@ from headrace.dataio.core.errors import (
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards import tar
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.plan import PackedUnit, PackUnit, Settings
 from headrace.dataio.shards.ingest.probe_pool import ProbePool, scratch_folder_of
 from headrace.dataio.shards.ingest.report import Skipped, skip_error
 from headrace.dataio.shards.ingest.source_stores import SourceStores
-from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import Clip, Failure, FileInfo, PrepareResult
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.dataio.shards.units.engine import RemoteTask, Step, Task, UnitRunner, check_shareable
@@ -231,6 +231,7 @@ class _ShardWriter:
                 audio=described.audio,
                 text=described.text,
                 fields=json.loads(described.fields),
+                videos=described.videos,
             )
             self._samples.append(sample)
 

@@ -138,15 +138,20 @@ def needs_conversion(path: str) -> bool:
 def unused_media(extensions: Collection[str]) -> list[str]:
     """Return the extensions of a sample's further media files, which are packed but not read.
 
-    These are files in formats that are not read, and files with an extension of several parts, such as `cam1.mp4`.
+    These are files in formats that are not read, and audio with an extension of several parts, such as `mic1.wav`.
     Images, including GIF, are common as further members and are not returned.
     """
     unread = CONVERTED_EXTENSIONS - {"gif"} | _UNREAD_VIDEO | _UNREAD_AUDIO
     return sorted(
         ext
         for ext in set(extensions)
-        if ext in unread or ("." in ext and _last_suffix(ext) in MEDIA_EXTENSIONS | unread)
+        if ext in unread or ("." in ext and not is_named_video(ext) and _last_suffix(ext) in MEDIA_EXTENSIONS | unread)
     )
+
+
+def is_named_video(ext: str) -> bool:
+    """Return whether the extension has a name before the format of a video, such as `cam1.mp4`."""
+    return "." in ext and _last_suffix(ext) in VIDEO_EXTENSIONS
 
 
 def other_videos(extensions: Collection[str], used: str) -> list[str]:

@@ -6,9 +6,12 @@ pieces together with the pieces of a clip in one request, before they open the f
 
 Invariants:
 
-* The loaders' video stream is the largest in the sample's media files. The audio comes from the same file if that has
-  any, and otherwise from the first other member that has.
-* Images are probed only if there is no media file. The largest is then the sample's one frame.
+* The loaders' video stream is the largest in the files that are called `<key>.<format>`. Without such a file, it is the
+  one in the first of the files that have a name before the format (`<key>.cam1.mp4`). All other videos are the sample's
+  further videos, in the order of their extensions.
+* The audio comes from the file of the video if that has any, and otherwise from the first file `<key>.<format>` that
+  has.
+* Images are probed only if there is no media file `<key>.<format>`. The largest is then the sample's one frame.
 * `<key>.txt` is the text. Without it, the text comes from a field of `<key>.json` (`text_members.text_of`), and without
   that from `<key>.vtt`. If the field cannot be a text, a note says so.
 * The fields are the top-level values of `<key>.json` that are floats, 64-bit integers, booleans, null or short strings.
@@ -22,8 +25,8 @@ Invariants:
 * An MP3 has no index from time to position, so libav would read all data before a time. The index therefore records
   the positions of some frames of an MP3 (marks). Its head is the pieces that opening reads.
 
-Failure behaviour: `describe` returns a `Failure`, which names the file and the reason. One bad member rejects the whole
-sample. If `with_head` cannot find the head, it leaves it out.
+Failure behaviour: `describe` returns a `Failure`, which names the file and the reason. One bad member, such as a further
+video that is damaged, rejects the whole sample. If `with_head` cannot find the head, it leaves it out.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ from headrace.dataio.shards.media.container import (
     MEDIA_EXTENSIONS,
     check_complete,
     demuxed,
+    is_named_video,
     unsupported_media,
     unused_media,
 )
@@ -77,7 +81,7 @@ def describe(files: MemberFiles, text_field: str | None = None) -> DescribeResul
     `text_field` is the field of the JSON that holds the text. None means `TEXT_FIELD`.
     """
     path = ""
-    file_infos, probes = [], list[Probe]()
+    file_infos, probes, named = [], list[Probe](), list[Probe]()
     text, json_text, subtitles, fields, text_notes = None, None, None, dict[str, Any](), list[str]()
     extensions = [ext for ext, _ in files]
     unsupported = unsupported_media(extensions)
@@ -86,9 +90,10 @@ def describe(files: MemberFiles, text_field: str | None = None) -> DescribeResul
     try:
         for ext, path in files:
             file_infos.append(_file_info(ext, path))
-            if ext in MEDIA_EXTENSIONS:
-                probes.append(probe(path, ext=ext))
-                file_infos[-1] = with_head(file_infos[-1], probes[-1])
+            if ext in MEDIA_EXTENSIONS or is_named_video(ext):
+                found = probes if ext in MEDIA_EXTENSIONS else named
+                found.append(probe(path, ext=ext))
+                file_infos[-1] = with_head(file_infos[-1], found[-1])
             elif ext == "txt":
                 text = _text(path)
             elif ext == "vtt":
@@ -108,39 +113,41 @@ def describe(files: MemberFiles, text_field: str | None = None) -> DescribeResul
     except MemoryError:
         limit = limits.format_bytes(limits.PROBE_MEMORY_BYTES)
         return Failure(path, CapacityError.code, f"reading it takes more than {limit} of memory")
-    video, audio, duration = _choose_streams(probes)
+    video, audio, duration = _choose_streams(probes, named)
+    videos = [p.video for p in (*probes, *named) if p.video is not None and p.video is not video]
     return Description(
         files=tuple(file_infos),
         duration=duration,
         video=video,
+        videos=tuple(sorted(videos, key=lambda one: one.ext)),
         audio=audio,
         text=next((one for one in (text, json_text, subtitles) if one is not None), None),
         fields=json.dumps(fields, ensure_ascii=False),
         notes=(
-            *(note for p in probes for note in p.notes),
+            *(note for p in (*probes, *named) for note in p.notes),
             *(f"its .{ext} file is kept but not read as media" for ext in unused_media(extensions)),
-            *_unused_videos(files, probes, video),
+            *(f'its .{one.ext} file is a further video: Video(file="{one.ext}") delivers it' for one in videos),
             *text_notes,
         ),
     )
 
 
-def _unused_videos(files: MemberFiles, probes: list[Probe], chosen: VideoInfo | None) -> list[str]:
-    """Return a note for each further video of a sample. A sample has one video, and the others are not used."""
-    media = [ext for ext, _ in files if ext in MEDIA_EXTENSIONS]
-    unused = [ext for ext, p in zip(media, probes, strict=False) if p.video is not None and p.video is not chosen]
-    return [f"its .{ext} file is kept, and not used: a sample has one video, the largest" for ext in unused]
+def _choose_streams(probes: list[Probe], named: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, float]:
+    """Return the video, the audio and the duration of a sample.
 
-
-def _choose_streams(probes: list[Probe]) -> tuple[VideoInfo | None, AudioInfo | None, float]:
-    def area(p: Probe) -> int:
-        return p.video.width * p.video.height if p.video else 0
-
-    if not probes:  # only in an indexed shard; `pack` requires media
+    `probes` are its files `<key>.<format>`, and `named` those with a name before the format.
+    """
+    best = max(probes, key=_area, default=None)
+    if (best is None or best.video is None) and named:
+        best = next((p for p in named if p.video is not None), best)
+    if best is None:  # only in an indexed shard; `pack` requires media
         return None, None, 0.0
-    best = max(probes, key=area)
     audio = best.audio or next((p.audio for p in probes if p.audio), None)
     return best.video, audio, best.duration
+
+
+def _area(p: Probe) -> int:
+    return p.video.width * p.video.height if p.video else 0
 
 
 def _file_info(ext: str, path: str) -> FileInfo:
@@ -304,7 +311,7 @@ def _open_like_loaders(file_info: FileInfo, trust_container: bool) -> Iterator[t
     with open(file_info.path, "rb", buffering=0) as real:
         file = _RecordingFile(real, file_info.pieces.size)
         check_complete(cast(BinaryIO, file), file_info.size)
-        demuxer = _DEMUXER_OF.get(file_info.ext) if trust_container else None
+        demuxer = _DEMUXER_OF.get(file_info.ext.rpartition(".")[2]) if trust_container else None
         options = _TRUST_OPTIONS if trust_container else _OPTIONS
         with av.open(
             file, "r", demuxer, metadata_errors="replace", buffer_size=_READ_BYTES, options=options

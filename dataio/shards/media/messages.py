@@ -42,7 +42,10 @@ class FileInfo(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
-    """Everything that the index stores about a sample. `fields` is a JSON object as text."""
+    """Everything that the index stores about a sample.
+
+    `videos` are its further videos. `fields` is a JSON object as text.
+    """
 
     files: tuple[FileInfo, ...]
     duration: float
@@ -51,6 +54,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True, tag="described"):
     text: str | None
     fields: str
     notes: tuple[str, ...]
+    videos: tuple[VideoInfo, ...] = ()
 
 
 class Clip(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,7 @@ from headrace.dataio.shards.media.container import (
     MEDIA_EXTENSIONS,
     VIDEO_EXTENSIONS,
     demuxed,
+    is_named_video,
     lies_before,
     needs_conversion,
 )
@@ -163,8 +164,9 @@ def convert(files: MemberFiles, task: PrepareTask) -> list[PreparedFiles]:
     videos = [(ext, path) for ext, path in media if ext in _VIDEO_FILES and _has_video(path)]
     if not videos:
         return [PreparedFiles("", files)]
-    if recipe.split is not None and len(media) > 1:
-        names = ", ".join(ext for ext, _ in media)
+    together = [ext for ext, _ in media] + [ext for ext, _ in files if is_named_video(ext)]
+    if recipe.split is not None and len(together) > 1:
+        names = ", ".join(together)
         raise UnsupportedError(f"a sample with several media files ({names}) cannot be split")
     other_files = [item for item in files if item not in videos]
     converted = [

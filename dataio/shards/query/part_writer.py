@@ -97,7 +97,8 @@ def store_parts(store: Store, samples: Iterable[Sample], first: int) -> list[Ind
 
 
 def _weight(sample: Sample) -> int:
-    key_frames = 0 if sample.video is None else len(sample.video.key_frames)
+    videos = sample.videos if sample.video is None else (sample.video, *sample.videos)
+    key_frames = sum([len(video.key_frames) for video in videos])
     pieces = sum(len(m.pieces.digests) + 16 * len(m.pieces.marks) for m in sample.members if m.pieces is not None)
     fields = sum(len(name) + len(str(value)) for name, value in sample.fields.items())
     return 256 + 24 * key_frames + 64 * len(sample.members) + pieces + len(sample.text or "") + fields

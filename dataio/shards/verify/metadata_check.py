@@ -32,11 +32,12 @@ from headrace.dataio.shards.versions import history, tags
 from headrace.dataio.shards.versions.documents import IndexPart, VersionDocument
 from headrace.dataio.shards.versions.paging import Page, PagedList, check_page
 from headrace.dataio.store.base import Store
-from headrace.dataio.store.mounts import PREFIX
+from headrace.dataio.store.joined import FILES_FOLDER, LIST_FOLDER, SHARD_PREFIX
+from headrace.dataio.store.mounts import PREFIX, Mounts
 
 Check = Callable[[bytes, str], object]
 
-_DATA_FOLDERS = ("shards/", "index/")
+_DATA_FOLDERS = ("shards/", "index/", LIST_FOLDER)
 """The folders whose objects readers find only through version documents."""
 _VERSION_KEY = re.compile(r"versions/(\d{8})\.json")
 
@@ -181,14 +182,36 @@ def find_orphans(store: Store, document: VersionDocument) -> list[str]:
 
     If a version cannot be read, this returns an empty list, because that version may name some of them.
     """
-    referenced = _referenced_objects(document)
+    documents = [document]
     for number in history.list_versions(store):
         if number != document.version:
             try:
-                referenced |= _referenced_objects(history.load(store, number)[0])
+                documents.append(history.load(store, number)[0])
             except (CorruptionError, UnsupportedError):
                 return []
-    return [info.key for prefix in _DATA_FOLDERS for info in store.list(prefix) if info.key not in referenced]
+    referenced, folders = set[str]().union(*map(_referenced_objects, documents)), list(_DATA_FOLDERS)
+    joined_shards = {s.key for one in documents for s in one.shards if s.key.startswith(SHARD_PREFIX)}
+    referenced |= {f"{LIST_FOLDER}{key[len(SHARD_PREFIX) :]}.json" for key in joined_shards}
+    made_files = _made_files(store, joined_shards)
+    if made_files is not None:
+        referenced |= made_files
+        folders.append(FILES_FOLDER)
+    return [info.key for prefix in folders for info in store.list(prefix) if info.key not in referenced]
+
+
+def _made_files(store: Store, joined_shards: set[str]) -> set[str] | None:
+    """Return the objects below `files/` that the lists of these shards name. None if a list cannot be read."""
+    made = set[str]()
+    if not joined_shards:
+        return made
+    if not isinstance(store, Mounts) or store.joined is None:
+        return None
+    try:
+        for key in joined_shards:
+            made.update(one.key for one in store.joined.objects(key[len(SHARD_PREFIX) :]).objects)
+    except (CorruptionError, NotFoundError, UnsupportedError):
+        return None
+    return made
 
 
 def _referenced_objects(document: VersionDocument) -> set[str]:

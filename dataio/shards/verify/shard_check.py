@@ -97,7 +97,7 @@ def check_shard(
     with ReadAhead(store, shard.key, size, _WINDOW) as ahead:
         _walk(ahead, shard.key, unseen, result, step)
         for member in sorted(unseen.values(), key=lambda w: w.offset):
-            _check_bytes(ahead, member, result)
+            check_bytes(ahead, member, result)
     result.bytes = size
     step(max(0, shard.size - min(size, shard.size)))
     return result
@@ -112,7 +112,7 @@ def check_members(store: Store, shard: Shard, members: Iterable[IndexedMember]) 
         return {w.offset for w in members}
     with ReadAhead(store, shard.key, size, _WINDOW) as ahead:
         for member in sorted(members, key=lambda w: w.offset):
-            _check_bytes(ahead, member, result)
+            check_bytes(ahead, member, result)
     return result.bad_offsets
 
 
@@ -126,7 +126,7 @@ def _walk(
             member = unseen.pop(entry.offset, None)
             if member is not None:
                 _check_header(entry, member, shard, result)
-                _check_bytes(ahead, member, result)
+                check_bytes(ahead, member, result)
             if not shard.startswith(PREFIX):  # other tar writers may put any bytes there
                 _check_padding(ahead, entry, result)
             step(entry.offset + entry.length - at)
@@ -158,14 +158,16 @@ def _check_padding(ahead: ReadAhead, entry: tar.TarMember, result: ShardCheck) -
         result.add_structure_fault("structure", f"the padding behind {entry.name!r}, at offset {end}, is not zero")
 
 
-def _check_bytes(ahead: ReadAhead, member: IndexedMember, result: ShardCheck) -> None:
-    if member.offset + member.length > ahead.size:
+def check_bytes(ahead: ReadAhead, member: IndexedMember, result: ShardCheck, start: int = 0) -> None:
+    """Hash the bytes of one member. `start` is the offset in the shard of the object that `ahead` reads."""
+    offset = member.offset - start
+    if offset + member.length > ahead.size:
         result.add_bad_member(
-            "missing", f"its bytes end at {member.offset + member.length}, the shard at {ahead.size}", member
+            "missing", f"its bytes end at {offset + member.length}, the shard at {ahead.size}", member
         )
         return
     hasher = Hasher(None if member.pieces is None else member.pieces.size)
-    for part in ahead.parts(member.offset, member.length):
+    for part in ahead.parts(offset, member.length):
         hasher.update(part)
     result.members += 1
     if hasher.whole() != member.xxh3:

@@ -31,11 +31,12 @@ from headrace.dataio.shards.query.open_index import OpenIndex
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.shards.units.engine import RemoteTask, Step, Task, UnitRunner
 from headrace.dataio.shards.units.journal import Done, Record, Unit, divide
+from headrace.dataio.shards.verify.joined_check import check_any_shard
 from headrace.dataio.shards.verify.metadata_check import with_repair
 from headrace.dataio.shards.verify.remote import VersionStores, local_threads, open_stores, stores_of
 from headrace.dataio.shards.verify.repair import NotRepairable, repair_shard
 from headrace.dataio.shards.verify.report import Finding, ObjectReport, report
-from headrace.dataio.shards.verify.shard_check import IndexedMember, ShardCheck, check_shard
+from headrace.dataio.shards.verify.shard_check import IndexedMember, ShardCheck
 from headrace.dataio.shards.versions.documents import Shard, VersionDocument
 from headrace.dataio.shards.workers import jobs
 from headrace.dataio.shards.workers.jobs import decode_sample
@@ -173,14 +174,14 @@ class _ShardRunner(UnitRunner[ShardUnit, CheckedShards]):
         members = [
             IndexedMember(s.key, m.ext, m.offset, m.length, m.xxh3, m.pieces) for s in samples for m in s.members
         ]
-        check = check_shard(self._store, shard, members, lambda size: step(Done(bytes=size)))
+        check = check_any_shard(self._store, shard, members, lambda size: step(Done(bytes=size)))
         repaired, unrepaired = False, ""
         if (check.bad_offsets or not check.intact) and self._copy is not None:
             try:
                 if not self._settings.complete:
                     raise NotRepairable("the index is damaged, so the contents of the shard are not known")
                 repair_shard(self._store, self._copy, shard, members, check)
-                repaired, check = True, check_shard(self._store, shard, members)
+                repaired, check = True, check_any_shard(self._store, shard, members)
             except NotRepairable as error:
                 unrepaired = str(error)
         decoded = self._decode(samples, check)

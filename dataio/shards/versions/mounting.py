@@ -25,6 +25,8 @@ With `trust`, a mount may also be any folder, web server or S3 endpoint.
   caller named.
 * Credentials that the caller gave for the dataset are used only for buckets at the same endpoint. Other buckets are
   read with the process's own credentials.
+* Joined shards (`headrace.dataio.store.joined`) name only objects of the dataset and of its mounts. They need no
+  trust.
 * A store that the caller mounted (the option `mounts` of `open_store`) takes precedence over the document's mount of
   the same name. The other mounts are checked and opened.
 * Locations that the caller named (by merging another dataset) need no trust.
@@ -47,14 +49,20 @@ import msgspec
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.versions.documents import Mount, VersionDocument
 from headrace.dataio.store.base import Location, Store
-from headrace.dataio.store.mounts import OPTION, Mounts
+from headrace.dataio.store.joined import JOINED
+from headrace.dataio.store.mounts import OPTION, Mounts, check_mount
 from headrace.dataio.store.open import folder_of, open_store
 from headrace.dataio.store.s3_config import parse
-from headrace.dataio.store.url_policy import allowed_options, mountable, scheme_of
+from headrace.dataio.store.url_policy import JOINED_URL, allowed_options, mountable, scheme_of
+
+JOINED_MOUNT = Mount(name=JOINED, url=JOINED_URL)
+"""The mount that records that a version has joined shards (`headrace.dataio.store.joined`)."""
 
 
 def mount_of(location: Location) -> Mount:
     """Return the mount that records a store at `location`."""
+    if location.url == JOINED_URL:
+        return JOINED_MOUNT
     options = allowed_options(location.url, location.options) if mountable(location.url) else {}
     content = msgspec.json.encode([location.url, options], order="deterministic")
     return Mount(name=f"m{blake3.blake3(content).hexdigest()[:8]}", url=location.url, options=options)
@@ -89,8 +97,11 @@ def with_mounts(
     opened = dict[str, Store]()
     try:
         for mount, options in allowed:
+            if mount == JOINED_MOUNT:
+                continue
             opened[mount.name] = open_store(mount.url, storage_options=options)
-        return Mounts(base, {**mounted, **opened}, owns_base=owned, borrowed=() if owned else mounted), True
+        every, borrowed = {**mounted, **opened}, () if owned else tuple(mounted)
+        return Mounts(base, every, owns_base=owned, borrowed=borrowed, joined=JOINED_MOUNT in missing), True
     except BaseException as error:
         for mounted_store in opened.values():
             mounted_store.close()
@@ -135,6 +146,9 @@ class _MountPolicy:
                 hint=f'open it yourself: Dataset(url, storage_options={{"mounts": {{"{mount.name}": {{"url": ...}}}}}})',
             )
         try:
+            check_mount(mount.name, mount.url, {})
+            if mount == JOINED_MOUNT:
+                return {}
             if OPTION in mount.options:
                 raise CorruptionError(f"{place} has mounts of its own")
             options = allowed_options(mount.url, mount.options)

@@ -66,9 +66,15 @@ def _faults(container: Any, job: DecodeJob) -> list[str]:
             counts[name] = [0, 0, 0, ""]  # frames or samples, damaged frames, errors, the first error
     faults = []
     try:
+        if job.part is not None:
+            container.seek(job.part[0], stream=streams[0], backward=True)
         with demuxed(container, *streams) as packets:
             for packet in packets:
-                _decode_packet(packet, counts["video" if packet.stream.index == job.video_stream else "audio"])
+                count = counts["video" if packet.stream.index == job.video_stream else "audio"]
+                if job.part is not None and packet.dts is not None and packet.dts >= job.part[1]:
+                    _decode_packet(None, streams[0], count, job.part)
+                    break
+                _decode_packet(packet, packet.stream, count, job.part)
     except av.error.FFmpegError as error:
         faults.append(f"cannot be demuxed to its end: {_reason(error)}")
     for name, (decoded, damaged, errors, first_error) in counts.items():
@@ -82,9 +88,12 @@ def _faults(container: Any, job: DecodeJob) -> list[str]:
     return faults
 
 
-def _decode_packet(packet: Any, count: list[Any]) -> None:
+def _decode_packet(packet: Any, stream: Any, count: list[Any], part: tuple[int, int] | None) -> None:
+    """Count the frames of a packet, or the last ones that the decoder has. Only those of `part` count."""
     try:
-        for frame in packet.decode():
+        for frame in stream.decode(packet):
+            if part is not None and frame.pts is not None and not part[0] <= frame.pts < part[1]:
+                continue
             count[0] += getattr(frame, "samples", 1)
             count[1] += bool(frame.is_corrupt)
     except av.error.FFmpegError as error:
@@ -120,6 +129,8 @@ def _pictures(container: Any, stream: Any, job: PicturesJob) -> Pictures:
     stream.codec_context.thread_count = 1
     start = stream.start_time or 0
     length = stream.duration or round((container.duration or 0) / av.time_base / stream.time_base)
+    if job.part is not None:
+        start, length = job.part[0], job.part[1] - job.part[0]
     jpegs, size, fault = [], (0, 0), ""
     for number in range(job.count):
         target = start + int(length * (number + 0.5) / job.count)

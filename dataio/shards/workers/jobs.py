@@ -26,7 +26,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.core.programs import run_module
 from headrace.dataio.shards import member_reader
-from headrace.dataio.shards.sample import Sample
+from headrace.dataio.shards.sample import Sample, VideoInfo
 from headrace.dataio.shards.workers.worker import DECODE_HELLO
 from headrace.dataio.shards.workers.worker_pool import WorkerPool
 from headrace.dataio.store.base import Store
@@ -35,7 +35,8 @@ from headrace.dataio.store.base import Store
 class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
     """Decode these streams to their end.
 
-    A stream of None is not decoded. `frames` and `samples` are the counts in the index.
+    A stream of None is not decoded. `frames` and `samples` are the counts in the index. `part` are the first time stamp of
+    a window of the video, and the end. Without it, the whole file is decoded.
     """
 
     path: str
@@ -43,6 +44,7 @@ class DecodeJob(msgspec.Struct, frozen=True, kw_only=True, tag="decode"):
     frames: int = 0
     audio_stream: int | None = None
     samples: int = 0
+    part: tuple[int, int] | None = None
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag="decoded"):
@@ -57,7 +59,8 @@ class Decoded(msgspec.Struct, frozen=True, kw_only=True, tag="decoded"):
 class PicturesJob(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
     """Make `count` pictures evenly spread over a video, each at most `width` by `height` pixels.
 
-    Without a video stream, compute `count` peaks of the audio, for a waveform.
+    Without a video stream, compute `count` peaks of the audio, for a waveform. `part` are the first time stamp of a window
+    of the video, and the end.
     """
 
     path: str
@@ -68,6 +71,7 @@ class PicturesJob(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
     count: int = 4
     width: int = 320
     height: int = 120
+    part: tuple[int, int] | None = None
 
 
 class Pictures(msgspec.Struct, frozen=True, kw_only=True, tag="pictures"):
@@ -136,13 +140,20 @@ def ask(pool: WorkerPool, job: Job, seconds: float) -> Answer:
     return answer
 
 
+def part_of(video: VideoInfo | None) -> tuple[int, int] | None:
+    """Return the first time stamp of a window, and its end. None if the video is a whole file."""
+    if video is None or not video.is_window:
+        return None
+    return video.start_pts, video.start_pts + video.duration_pts
+
+
 def decode_sample(store: Store, sample: Sample, pool: WorkerPool) -> tuple[str, ...]:
     """Decode the sample's media to the end, and return the faults."""
-    video, audio = sample.video, sample.audio
+    audio = sample.audio
     faults = list[str]()
-    for ext in sorted({stream.ext for stream in (video, audio) if stream is not None}):
-        v = video if video is not None and video.ext == ext else None
-        a = audio if audio is not None and audio.ext == ext else None
+    for ext in sorted({stream.ext for stream in (sample.video, audio, *sample.videos) if stream is not None}):
+        v = sample.video_of(ext)
+        a = audio if audio is not None and audio.ext == ext and part_of(v) is None else None
         with local_copy(store, sample, ext) as path:
             job = DecodeJob(
                 path=path,
@@ -150,6 +161,7 @@ def decode_sample(store: Store, sample: Sample, pool: WorkerPool) -> tuple[str, 
                 frames=0 if v is None else v.frames,
                 audio_stream=None if a is None else a.stream,
                 samples=0 if a is None else a.samples,
+                part=part_of(v),
             )
             answer = ask(pool, job, seconds_for(sample))
         assert isinstance(answer, Decoded)

@@ -29,6 +29,9 @@ from headrace.dataio.sidecar.client import Sidecar, open_reader
 from headrace.dataio.sidecar.reader import SidecarReader
 from headrace.dataio.sidecar.session import Prefetch, Session
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.joined import JoinedObject, write_list
+from headrace.dataio.store.mounts import Mounts
+from headrace.dataio.store.open import open_store
 from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 READ_ALL = """
@@ -402,3 +405,22 @@ def test_a_connection_that_is_found_while_the_reader_closes_is_closed(
     assert reader._get_connection() is None
     assert found[0].broken
     assert reader._connection is None
+
+
+def test_joined_shards_are_read_through_the_daemon(daemon: RunningDaemon, tmp_path: Path) -> None:
+    base, clips = open_store(tmp_path / "set"), open_store(tmp_path / "clips")
+    contents = [random.Random(number).randbytes(size) for number, size in enumerate((10, 5 * MIB, 700_001))]
+    for number, data in enumerate(contents):
+        clips.put(f"{number}.mp4", data)
+    objects = [JoinedObject(key=f"mounts/m1/{n}.mp4", size=len(data)) for n, data in enumerate(contents)]
+    whole = b"".join(contents)
+    with Mounts(base, {"m1": clips}, joined=True) as store:
+        shard, _ = write_list(store, 0, objects)
+        reader = open_reader(store, daemon.socket)
+        ranges = [(0, 20), (5 * MIB - 3, 4000), (len(whole) - 7, 7)]
+        views = reader.read(shard, ranges)
+        assert [bytes(view) for view in views] == [whole[at : at + length] for at, length in ranges]
+        assert daemon.status()["cache"]["fetched_bytes"] == len(whole)
+        with pytest.raises(NotFoundError):
+            reader.read("mounts/joined/00000009-" + "0" * 32, [(0, 1)])
+        reader.close()

@@ -56,7 +56,7 @@ def test_a_description_in_json_gives_its_field(description: dict[str, object], f
 
 
 def test_every_built_in_field_is_there() -> None:
-    assert field_names() == ["audio", "bytes", "image", "json", "mask", "npy", "safetensors", "text", "video"]
+    assert field_names() == ["audio", "bytes", "image", "json", "mask", "npy", "rows", "safetensors", "text", "video"]
     for name in field_names():
         assert issubclass(registry._built_in(name), Field | Audio | Video)  # type: ignore[arg-type]
 

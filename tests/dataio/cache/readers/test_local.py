@@ -26,6 +26,8 @@ from headrace.dataio.core import files
 from headrace.dataio.core.errors import CapacityError, NotFoundError, UsageError
 from headrace.dataio.store import posix
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.joined import JoinedObject, write_list
+from headrace.dataio.store.mounts import Mounts
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import ManualClock
 from headrace.loaders.fetch.sample_reader import StoreReader
@@ -359,3 +361,42 @@ def test_who_reads_is_chosen_by_where_the_objects_are(kind: str, folder: Path) -
         if kind == "mounted":
             assert bytes(reader.read("mounts/near/a", [(1, 3)])[0]) == payload("a")[1:4]
         reader.close()
+
+
+# joined shards
+
+
+@pytest.fixture
+def joined(tmp_path: Path, folder: Path) -> Iterator[tuple[Mounts, str, bytes]]:
+    """A store with a joined shard of three local files, the shard, and its bytes."""
+    with Mounts(open_store(tmp_path / "dataset"), {"m1": open_store(folder)}, joined=True) as store:
+        shard, _ = write_list(store, 0, [JoinedObject(key=f"mounts/m1/{name}", size=SIZE) for name in "abc"])
+        yield store, shard, b"".join(map(payload, "abc"))
+
+
+def test_a_joined_shard_of_local_files_is_read_from_them(joined: tuple[Mounts, str, bytes]) -> None:
+    store, shard, data = joined
+    reader = DirectReader(store, never)
+    ranges = [(0, 10), (SIZE - 7, 7), (SIZE, 100), (2 * SIZE + 5, SIZE - 5), (3, 0)]
+    expected = [data[at : at + length] for at, length in ranges]
+    assert [bytes(view) for view in reader.read(shard, ranges)] == expected
+    buffers = [bytearray(length) for _, length in ranges]
+    pieces = [(at, memoryview(b)) for (at, _), b in zip(ranges, buffers, strict=True)]
+    reader.announce([(shard, at, length) for at, length in ranges if length])
+    for _ in reader.read_each([(shard, pieces), (shard, pieces)]):
+        assert [bytes(b) for b in buffers] == expected
+    reader.close()
+
+
+def test_a_missing_file_of_a_joined_shard_fails_alone(joined: tuple[Mounts, str, bytes], folder: Path) -> None:
+    store, shard, data = joined
+    (folder / "b").unlink()
+    reader = DirectReader(store, never)
+    assert bytes(reader.read(shard, [(5, 10)])[0]) == data[5:15]
+    reader.announce([(shard, SIZE, 10)])
+    with pytest.raises(NotFoundError):
+        reader.read(shard, [(SIZE, 10)])
+    (folder / "c").write_bytes(b"short")
+    with pytest.raises(UsageError):
+        reader.read(shard, [(2 * SIZE, 10)])
+    reader.close()

@@ -118,6 +118,12 @@ INVALID = {
     "negative offset": (with_members((-512, 10)), "Expected `int` >= 0"),
     "negative length": (with_members((512, -1)), "Expected `int` >= 0"),
     "overlap": (with_members((512, 600), (1024, 10)), "overlaps the next member"),
+    "twice the same range": (with_members((512, 600), (512, 600)), "overlaps the next member"),
+    "a further video without a file": (
+        replace(GOOD, videos=(replace(VIDEO, ext="cam1.mp4"),)),
+        "a further video belongs to no member",
+    ),
+    "a further video without frames": (replace(GOOD, videos=(replace(VIDEO, frames=0),)), "Expected `int` >= 1"),
     "overlap, the later one first": (with_members((1024, 10), (512, 600)), "overlaps the next member"),
     "no key": (replace(GOOD, key=""), "length >= 1"),
     "negative duration": (replace(GOOD, duration=-1.0), "Expected `float` >= 0"),
@@ -223,6 +229,20 @@ def test_an_older_headrace_reads_rows_that_say_where_sound_begins_as_if_they_did
         != row_codec.encode_row(with_start)
     )
     assert rows().sample(msgspec.Raw(row_codec.encode_row(with_start)), 0, GOOD.id) == with_start
+
+
+CAMERAS = replace(GOOD, video=replace(VIDEO, origin_pts=90), videos=(replace(VIDEO, origin_pts=-5), VIDEO))
+
+
+def test_an_older_headrace_reads_rows_with_further_videos_as_if_they_had_none() -> None:
+    for one in (CAMERAS, replace(CAMERAS, members=LONG.members)):
+        read = msgspec.msgpack.decode(row_codec.encode_row(one), type=OldRow)
+        assert (
+            msgspec.msgpack.encode(read)
+            == row_codec.encode_row(pages.without_page_fields(one))
+            != row_codec.encode_row(one)
+        )
+        assert rows().sample(msgspec.Raw(row_codec.encode_row(one)), 0, GOOD.id) == one
 
 
 @pytest.mark.parametrize("length", [limits.MIB, 128 * limits.MIB, 4 * limits.GIB])

@@ -119,6 +119,26 @@ def test_an_invalid_value_is_refused_with_its_row_and_column(fault: str) -> None
         read(table_with(**columns), 2)
 
 
+def test_members_of_two_samples_may_have_the_same_range_and_may_not_overlap_in_part() -> None:
+    def part(*ranges: list[tuple[int, int]]) -> tuple[bytes, int]:
+        rows = [
+            replace(SAMPLE, members=tuple(Member(f"m{n}", *one, 1) for n, one in enumerate(members)))
+            for members in ranges
+        ]
+        return part_writer.write_part(rows).data, len(rows)
+
+    read(*part([(512, 100)], [(512, 100)], [(512, 100), (1024, 10)]))
+    read(*part([(512, 100), (1024, 10)], [(512, 100), (1024, 10)]))
+    for wrong in (
+        ([(512, 100)], [(512, 101)]),
+        ([(512, 100)], [(513, 100)]),
+        ([(512, 100)], [(512, 100), (512, 100)]),
+        ([(512, 100)], [(520, 10)]),
+    ):
+        with pytest.raises(CorruptionError, match="members overlaps the next member"):
+            read(*part(*wrong))
+
+
 def test_other_bytes_than_the_version_names_are_refused() -> None:
     data = table_with()
     with pytest.raises(CorruptionError, match="BLAKE3"):

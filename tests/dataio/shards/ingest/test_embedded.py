@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from headrace.dataio import Columns, Dataset, Recipe, append, pack
+from headrace.dataio import Columns, Dataset, Recipe, append, index, pack
 from headrace.dataio.core.errors import ConflictError, NotFoundError, TransientError, UsageError
 from headrace.dataio.shards.ingest import pack as packing
 from headrace.dataio.shards.ingest import plan, row_pool, source_stores, tables
@@ -212,6 +212,50 @@ def test_schemas_that_cannot_become_samples_are_refused(tmp_path: Path) -> None:
         shutil.copy(both, tmp_path / "folder")
         pack(tmp_path / "folder", tmp_path / "ds")
     assert "folder/*.parquet" in (caught.value.hint or "")
+
+
+def test_index_says_to_pack_tables_with_media(make_wav: MakeWav, tmp_path: Path) -> None:
+    table, both = tmp_path / "t.parquet", tmp_path / "both.parquet"
+    write_embedded(table, {"image": pictures(2)}, {"key": ["a", "b"]})
+    for follow in (False, True):
+        with pytest.raises(UsageError, match=r"t\.parquet: it holds media itself, in 'image', .* in place") as caught:
+            index(f"{tmp_path}/*.parquet", tmp_path / "ds", follow=follow)
+        assert caught.value.hint == f"pack it: `headrace pack {table} DST`"
+    done = headrace_command.run("index", table, tmp_path / "ds")
+    assert done.returncode == 2
+    assert b"pack it: `headrace pack" in done.stderr
+    done = headrace_command.run("index", table, tmp_path / "ds", "--bytes-column", "image")
+    assert done.returncode == 2
+    assert b"pack them: `headrace pack --bytes-column NAME`" in done.stderr
+    make_wav(tmp_path / "a.wav")
+    write_embedded(both, {"audio": [cell(tmp_path / "a.wav")]}, {"path": ["a.wav"]})
+    pq.write_table(pa.table({"jpg": [picture("jpg")]}), tmp_path / "plain.parquet")
+    for path, column in ((both, "audio"), (tmp_path / "plain.parquet", "jpg")):
+        with pytest.raises(UsageError, match="it holds media itself") as caught:
+            index(path, tmp_path / "ds")
+        assert caught.value.hint == f"pack it: `headrace pack {path} DST --bytes-column {column}`"
+    with pytest.raises(UsageError, match=r"none of 1 file is media") as caught:
+        (tmp_path / "folder").mkdir()
+        shutil.copy(table, tmp_path / "folder")
+        index(tmp_path / "folder", tmp_path / "ds")
+    assert "`headrace pack` takes tables with embedded media" in (caught.value.hint or "")
+    write_embedded(both, {"audio": [{"bytes": None, "path": "a.wav"}]}, {"path": ["a.wav"]})
+    with index(both, tmp_path / "ds") as dataset:
+        assert list(dataset.keys) == ["a"]
+
+
+def test_further_files_are_for_manifests(make_wav: MakeWav, tmp_path: Path) -> None:
+    table, columns = tmp_path / "t.parquet", Columns(files={"left.wav": "left"})
+    make_wav(tmp_path / "a.wav")
+    write_embedded(table, {"audio": [{"bytes": None, "path": "b.wav"}]}, {"left": ["a.wav"], "key": ["k"]})
+    (group,) = gather([table], columns).groups
+    assert (group.key, group.row, group.files) == ("k", None, (("left.wav", str(tmp_path / "a.wav")),))
+    write_embedded(table, {"audio": [cell(tmp_path / "a.wav")]}, {"left": ["a.wav"]})
+    with pytest.raises(UsageError, match="it has paths in 'left' and media in 'audio'"):
+        gather([table], columns)
+    write_embedded(table, {"audio": [cell(tmp_path / "a.wav")]})
+    with pytest.raises(UsageError, match="it holds its media itself, so its samples have no further files"):
+        gather([table], columns)
 
 
 def test_embedded_columns_names_them(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ from headrace.dataio import Dataset, pack
 from headrace.dataio.core.errors import ConflictError, CorruptionError, NotFoundError, TransientError, UsageError
 from headrace.dataio.shards import tar
 from headrace.dataio.shards.ingest import unit_packer
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.report import Progress
-from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import PrepareResult
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.store.base import Buffer, Store

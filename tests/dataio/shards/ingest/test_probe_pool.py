@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.probe_pool import ProbePool, seconds_for
-from headrace.dataio.shards.ingest.sources import Group
 from headrace.dataio.shards.media.messages import Description, Failure
 from tests.support.written_media import MakeClip
 
@@ -150,7 +150,7 @@ def test_a_hanging_worker_dies_with_its_killed_parent(tmp_path: Path, make_clip:
         import sys
         from pathlib import Path
         from headrace.dataio.shards.ingest.probe_pool import ProbePool
-        from headrace.dataio.shards.ingest.sources import Group
+        from headrace.dataio.shards.ingest.grouping import Group
         with ProbePool(1, lambda _: 600.0, [sys.executable, "-c", sys.argv[2]]) as pool:
             list(pool.describe([Group("hang", (("mp4", sys.argv[1]),), 1)]))
     """)

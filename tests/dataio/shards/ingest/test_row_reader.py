@@ -16,9 +16,10 @@ import pytest
 
 from headrace.dataio.core.programs import environment
 from headrace.dataio.shards.ingest import row_reader
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.row_messages import RowFiles, RowRef, RowResult, RowTask
 from headrace.dataio.shards.ingest.row_reader import RowReader
-from headrace.dataio.shards.ingest.sources import Group, gather
+from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.media.messages import Failure
 from tests.support.embedded_media import EMBEDDED, write_embedded
 from tests.support.pictures import picture

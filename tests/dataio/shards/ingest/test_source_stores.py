@@ -17,9 +17,10 @@ import pytest
 from headrace.dataio import Dataset, append, pack
 from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
 from headrace.dataio.shards.ingest import source_stores
+from headrace.dataio.shards.ingest.grouping import Group
 from headrace.dataio.shards.ingest.probe_pool import ProbePool
 from headrace.dataio.shards.ingest.source_stores import SourceStores
-from headrace.dataio.shards.ingest.sources import Group, gather
+from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.media.messages import PrepareResult
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store

@@ -1,0 +1,154 @@
+"""`headrace bench publish`: new weights for a subscriber, compared with safetensors files.
+
+The weights are bf16 tensors. From version to version, a share of the elements changes by one or two units in the last
+place, as in reinforcement learning. The time of a candidate is that from the committed step, or from the weights in
+memory, to the changed tensors of another consumer on the same machine.
+
+- Headrace publishes a step, and a subscriber applies the update. All blocks are verified.
+- safetensors writes all weights to a file, reads them, and copies them into the tensors. It compares no digest.
+- *Stall* is the time in which the tensors change. Its lower bound is a copy of the changed blocks in memory.
+
+Invariant: after each candidate, the tensors hold the new weights.
+Failure behaviour: a candidate that fails is named, and the others continue.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from headrace.bench.core.command import Job, benchmark
+from headrace.bench.core.measure import Candidate, alternate
+from headrace.bench.core.results import Metric, Part
+from headrace.bench.workloads.loader import installed
+from headrace.dataio.core.cli import argument, positive_int
+from headrace.dataio.core.limits import MIB
+
+TENSORS = 16
+HEADRACE, SAFETENSORS = "publish and apply", "safetensors, all weights"
+METRICS = {
+    "seconds": Metric("s", "s", "lower"),
+    "publish_s": Metric("publish s", "s", "lower"),
+    "prepare_s": Metric("fetch and verify s", "s", "lower"),
+    "stall_s": Metric("stall s", "s", "lower"),
+    "copy_s": Metric("copy s", "s", "lower"),
+    "published": Metric("of the bytes published", "", "lower"),
+    "fetched": Metric("of the bytes fetched", "", "lower"),
+}
+
+
+@benchmark(
+    "publish",
+    "New weights for a subscriber, compared with safetensors files.",
+    argument("--mib", type=positive_int, default=1024, help="MiB of bf16 weights (default: %(default)s)"),
+    argument("--changed", type=float, default=0.02, help="share of the elements that change (default: %(default)s)"),
+)
+def publish(job: Job, part: Part) -> None:
+    """Measure all candidates in turn."""
+    args = job.args
+    part.title = f"{args.mib} MiB of bf16 weights, {args.changed:.1%} of the elements change"
+    part.settings = {"mib": args.mib, "changed": args.changed, "tensors": TENSORS}
+    part.metrics, part.against = METRICS, SAFETENSORS
+    names = [HEADRACE, SAFETENSORS] if installed("safetensors") else [HEADRACE]
+    candidates = [
+        Candidate(
+            name, "headrace.bench.workloads.publish:measure", (name, str(job.scratch / str(n)), args.mib, args.changed)
+        )
+        for n, name in enumerate(names)
+    ]
+    alternate(candidates, job.rounds, job.progress, part.candidates)
+
+
+def _weights(mib: int) -> dict[str, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    rows = mib * MIB // TENSORS // 2 // 1024
+    return {f"layer_{n}": (torch.randn(rows, 1024) * 0.02).bfloat16() for n in range(TENSORS)}
+
+
+def _change(weights: dict[str, Any], share: float) -> None:
+    """Change a share of the elements by one or two units in the last place."""
+    import torch
+
+    for tensor in weights.values():
+        bits = tensor.view(torch.int16)
+        bits += ((torch.rand(bits.shape) < share) * torch.randint(1, 3, bits.shape)).to(torch.int16)
+
+
+def measure(name: str, folder: str, mib: int, changed: float) -> dict[str, float]:
+    """Measure one candidate, from its second version on."""
+    import shutil
+
+    import torch
+
+    torch.set_num_threads(1)
+    weights = _weights(mib)
+    held = {key: torch.empty_like(value) for key, value in weights.items()}
+    Path(folder).mkdir(exist_ok=True)
+    run = _headrace if name == HEADRACE else _safetensors
+    try:
+        figures = run(Path(folder), weights, held, changed)
+    finally:
+        shutil.rmtree(folder)
+    if not all(torch.equal(held[key], value) for key, value in weights.items()):
+        raise AssertionError(f"{name} delivered other weights")
+    return figures
+
+
+def _headrace(folder: Path, weights: dict[str, Any], held: dict[str, Any], changed: float) -> dict[str, float]:
+    from headrace.checkpoint import Checkpointer, Subscriber
+
+    nbytes = sum(value.nbytes for value in weights.values())
+    with Checkpointer(folder, run="r", sidecar=None) as checkpointer, Subscriber(folder, "policy") as subscriber:
+        for step in (1, 2):
+            if step == 2:
+                _change(weights, changed)
+            checkpointer.save(step, {"model": weights}).result()
+            began = time.perf_counter()
+            future = checkpointer.publish("policy", step)
+            assert future is not None
+            record = future.result()
+            published = time.perf_counter()
+            version = subscriber.wait(60)
+            prepared = version.prepare(held)
+            ready = time.perf_counter()
+            prepared.commit()
+            end = time.perf_counter()
+    assert record.update is not None
+    copies = [value.clone() for value in held.values()]
+    began_copy = time.perf_counter()
+    for source, target in zip(held.values(), copies, strict=True):
+        target.copy_(source)
+    return {
+        "seconds": end - began,
+        "publish_s": published - began,
+        "prepare_s": ready - published,
+        "stall_s": end - ready,
+        "copy_s": time.perf_counter() - began_copy,
+        "published": (record.update.size + record.weights.size) / nbytes,
+        "fetched": version.bytes_to_fetch / nbytes,
+    }
+
+
+def _safetensors(folder: Path, weights: dict[str, Any], held: dict[str, Any], changed: float) -> dict[str, float]:
+    from safetensors.torch import load_file, save_file
+
+    _change(weights, changed)
+    began = time.perf_counter()
+    save_file(weights, folder / "weights.safetensors")
+    published = time.perf_counter()
+    loaded = load_file(folder / "weights.safetensors")
+    ready = time.perf_counter()
+    for key, value in loaded.items():
+        held[key].copy_(value)
+    end = time.perf_counter()
+    return {
+        "seconds": end - began,
+        "publish_s": published - began,
+        "prepare_s": ready - published,
+        "stall_s": end - ready,
+        "published": 1.0,
+        "fetched": 1.0,
+    }

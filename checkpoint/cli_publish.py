@@ -1,0 +1,82 @@
+"""`headrace ckpt publish` and `headrace ckpt published`: publish the weights of a step, and list what is published.
+
+Failure behaviour: the exit code is that of the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.store.base import Store
+
+if TYPE_CHECKING:
+    from headrace.checkpoint.publishing.records import Published
+
+    Actions = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> None:
+    """Add the sub-commands. `common` adds the arguments that all of them have."""
+    listing = actions.add_parser("published", help="list the published names and their versions")
+    publishing = actions.add_parser("publish", help="publish the weights of a step as the next version of a name")
+    for parser in (listing, publishing):
+        common(parser)
+    publishing.add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
+    publishing.add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
+    publishing.add_argument(
+        "--include", action="append", metavar="PATTERN", help="paths of the tensors (default: model/*)"
+    )
+    publishing.add_argument("--exclude", action="append", metavar="PATTERN", help="paths of tensors to leave out")
+    publishing.add_argument("--dtype", help="convert floating-point tensors, for example to bfloat16")
+    publishing.add_argument("--move", action="store_true", help="publish also if the name belongs to another run")
+
+
+def _publish(store: Store, options: argparse.Namespace) -> int:
+    from headrace.checkpoint.publishing.publisher import publish
+    from headrace.checkpoint.publishing.source import check_choice
+    from headrace.checkpoint.repository import check, steps
+
+    if not options.run:
+        raise UsageError("publish needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
+    base = steps.find(store, options.run, check.step_of(options.step))
+    if base is None:
+        raise steps.missing(store, options.run)
+    choice = check_choice(options.include or "model/*", options.exclude or (), options.dtype)
+    record = publish(store, options.name, options.run, base, choice, move=options.move)
+    print(json.dumps(msgspec.to_builtins(record), indent=1) if options.json else _line(record))
+    return 0
+
+
+def _published(store: Store, options: argparse.Namespace) -> int:
+    from headrace.checkpoint.publishing import records
+
+    newest = [record for name in records.published_names(store) if (record := records.find(store, name)) is not None]
+    listed = [record for record in newest if options.run in (None, record.run)]
+    if options.json:
+        print(json.dumps([msgspec.to_builtins(record) for record in listed], indent=1))
+        return 0
+    for record in listed:
+        print(_line(record))
+    if not listed:
+        print("nothing is published")
+    return 0
+
+
+def _line(record: Published) -> str:
+    when = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    update = f"update of {format_bytes(record.update.size)}" if record.update else "no update"
+    return (
+        f"{record.name}  version {record.number}  {when}Z  run {record.run}  step {record.step}  "
+        f"{format_bytes(record.bytes)} of weights, {update}"
+    )
+
+
+COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {"publish": _publish, "published": _published}

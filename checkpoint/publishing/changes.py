@@ -1,0 +1,195 @@
+"""Prepares the changes of tensors to a new version, verifies them, and applies them.
+
+Purpose: `from_updates` takes the changes from the updates between two versions, `from_step` from the step.
+Invariant: preparing changes no tensor. `commit` makes no request, and checks nothing.
+Failure behaviour: `CorruptionError` if a block does not have the digest of the version's table.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from headrace.checkpoint.format.chunking import digest
+from headrace.checkpoint.publishing.difference import Bytes, Change, decode
+from headrace.checkpoint.publishing.records import Published
+from headrace.checkpoint.publishing.source import Choice, PublishedTensor, published_tensors
+from headrace.checkpoint.publishing.targets import Target
+from headrace.checkpoint.publishing.updates import Update, UpdateRow
+from headrace.checkpoint.publishing.weights import BLOCK_BYTES, TensorBlocks, Weights
+from headrace.checkpoint.restoring import chunk_reader
+from headrace.checkpoint.restoring.saved_step import SavedStep
+from headrace.dataio.core.clock import Clock
+from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.store.base import Store
+
+_INTEGERS: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+class OtherContentError(CorruptionError):
+    """The tensors do not hold the version that the updates start from."""
+
+
+class _Write(msgspec.Struct, frozen=True):
+    """New elements of a target: `values` for the local elements `positions`, or from element `start` on."""
+
+    target: Target
+    values: torch.Tensor
+    positions: torch.Tensor | None = None
+    start: int = 0
+    xor: bool = False
+
+    def run(self) -> None:
+        flat = self.target.flat()
+        if self.positions is None:
+            flat[self.start : self.start + len(self.values)].copy_(self.values)
+        elif self.xor:
+            flat[self.positions] = flat[self.positions] ^ self.values
+        else:
+            flat[self.positions] = self.values
+
+
+class PreparedChanges:
+    """Verified changes, in order. With `at_once`, each is applied as soon as it is added."""
+
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._writes: list[_Write] = []
+        self._at_once = at_once
+
+    def add(
+        self, target: Target, values: npt.NDArray[Any], positions: Any = None, start: int = 0, xor: bool = False
+    ) -> None:
+        """Add new elements of a target. They are moved to its device now, so that `commit` need not wait for it."""
+        device = target.local.device
+        moved = torch.from_numpy(values).to(device)
+        if moved.dtype != target.flat().dtype:
+            moved = moved.view(target.flat().dtype)
+        at = None if positions is None else torch.from_numpy(positions).to(device)
+        self._writes.append(_Write(target, moved, at, start, xor))
+        if self._at_once:
+            self.commit()
+            self._writes.clear()
+
+    def commit(self) -> None:
+        """Change the tensors."""
+        with torch.no_grad():
+            for write in self._writes:
+                write.run()
+
+
+Chain = Sequence[tuple[Update, Weights]]
+"""Updates, oldest first, each with the table of the version that it leads to."""
+
+
+def from_updates(chain: Chain, targets: Mapping[str, Target]) -> PreparedChanges:
+    """Take the changes from these updates."""
+    changes = defaultdict[tuple[str, int], list[Change]](list)
+    for update, weights in chain:
+        rows = [row for row in update.rows if _is_needed(row, weights.tensors[row.tensor], targets)]
+        for row, stored in update.read(rows):
+            form = weights.tensors[row.tensor]
+            changes[form.name, row.block].append(_decoded(row, stored, form))
+    prepared = PreparedChanges()
+    for (name, block), several in sorted(changes.items()):
+        target = targets[name]
+        if target.is_whole:
+            _add_whole_block(prepared, target, block, several)
+        else:
+            for change in several:
+                _add_part(prepared, target, block, change)
+    return prepared
+
+
+def _is_needed(row: UpdateRow, form: TensorBlocks, targets: Mapping[str, Target]) -> bool:
+    """Whether this process holds a part of the block. A tensor that changes its form later is stored whole then."""
+    target = targets.get(form.name)
+    return target is not None and target.form.same_form(form) and target.holds(row.block)
+
+
+def _decoded(row: UpdateRow, stored: memoryview, form: TensorBlocks) -> Change:
+    return decode(stored, row.how, form.size_of(row.block), form.item)
+
+
+def _add_whole_block(prepared: PreparedChanges, target: Target, block: int, changes: Iterable[Change]) -> None:
+    """Apply the changes to a copy of the block, verify it, and add the elements that differ."""
+    form = target.form
+    old = target.read_block(block)
+    new = old.copy()
+    for change in changes:
+        change.apply(new, form.item)
+    if digest(new.data) != form.digest_of(block):
+        raise OtherContentError(f"block {block} of {form.name!r:.200} was changed since the last apply")
+    unit = _INTEGERS[min(form.item, 8)]
+    positions = np.flatnonzero(old.view(unit) != new.view(unit))
+    if len(positions):
+        first = block * BLOCK_BYTES // np.dtype(unit).itemsize
+        prepared.add(target, new.view(unit)[positions], positions + first)
+
+
+def _add_part(prepared: PreparedChanges, target: Target, block: int, change: Change) -> None:
+    """Add the elements of a change that this process holds."""
+    item = min(target.form.item, 8)  # an element of 16 bytes counts as two
+    values: npt.NDArray[Any] = change.values.view(_INTEGERS[item])
+    first = block * BLOCK_BYTES // item
+    if change.positions is None and not change.xor and (start := target.run_start(item)) is not None:
+        low, high = max(first, start), min(first + len(values), start + target.flat().numel())
+        if low < high:
+            prepared.add(target, values[low - first : high - first], start=low - start)
+        return
+    positions = np.arange(len(values)) if change.positions is None else change.positions
+    inside, local = target.local_positions(positions + first, target.form.item // item)
+    if len(inside):
+        prepared.add(target, values[inside], local, xor=change.positions is not None or change.xor)
+
+
+def _verify(form: TensorBlocks, block: int, data: Bytes) -> None:
+    if digest(data.data) != form.digest_of(block):
+        raise CorruptionError(
+            f"block {block} of {form.name!r:.200} of the step does not have the digest of its version",
+            hint="publish the step again",
+        )
+
+
+def from_step(
+    store: Store,
+    record: Published,
+    targets: Mapping[str, Target],
+    changed: Mapping[str, Sequence[int]] | None,
+    *,
+    at_once: bool,
+    clock: Clock,
+) -> PreparedChanges:
+    """Read the changed blocks from the step, and verify them.
+
+    `changed` are the blocks by name; None for all. With `at_once`, blocks are written as they are read.
+    """
+    prepared = PreparedChanges(at_once=at_once)
+    with ExitStack() as stack:
+        step = SavedStep(store, stack.enter_context(chunk_reader.LeasedStep(store, record.run, record.base, clock)), 0)
+        choice = Choice(record.include, record.exclude, record.dtype)
+        tensors = {tensor.name: tensor for tensor in published_tensors(step, choice)[1]}
+        for name, target in targets.items():
+            blocks = range(target.form.blocks) if changed is None else changed.get(name, ())
+            held = [block for block in blocks if target.holds(block)]
+            if name not in tensors:
+                raise CorruptionError(f"step {record.step} of run {record.run} has no tensor {name!r:.200}")
+            for block, data in _read(tensors[name], held):
+                _verify(target.form, block, data)
+                _add_part(prepared, target, block, Change(data))
+    return prepared
+
+
+def _read(tensor: PublishedTensor, blocks: Sequence[int]) -> Iterable[tuple[int, Bytes]]:
+    if len(blocks) == 0:
+        return ()
+    if len(blocks) * BLOCK_BYTES * 2 >= tensor.nbytes:
+        wanted = set(blocks)
+        return ((n, data) for n, data in enumerate(tensor.blocks()) if n in wanted)
+    return tensor.read_blocks(blocks)
