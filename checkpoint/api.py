@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from headrace.checkpoint import preemption
+from headrace.checkpoint.attachments import Attachments, Extras
+from headrace.checkpoint.format import metadata as step_metadata
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.codec import COMPRESSIONS
 from headrace.checkpoint.format.documents import Base
@@ -31,6 +33,7 @@ from headrace.checkpoint.gds.saving import RING_BYTES
 from headrace.checkpoint.handle import Handle, Name
 from headrace.checkpoint.lineage import Lineage
 from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.recording import Description
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository import timeline
 from headrace.checkpoint.repository.collect import Retention
@@ -106,6 +109,9 @@ class Checkpointer:
         gds (bool): Use GPUDirect Storage if a probe of the directory succeeds; otherwise, the log gives the reason. Raw
             chunks then move directly between GPU memory and pack files, in slices of `staging_bytes` (128 MiB by
             default). They are hashed on a copy in main memory. Default: False.
+        record (bool): Record a description of the run with its steps: the git commit of the script's folder, the script's
+            name and arguments without secrets, versions of Python, torch and Headrace, and the world size. Default:
+            True. `describe` adds to it.
         timeout (float): Limit of each wait in seconds: for staging memory, for other ranks, and for a save in flight
             on `close` and `restore`. Default: 600.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
@@ -140,6 +146,7 @@ class Checkpointer:
         check_replicas: str = "error",
         replicated: str | Iterable[str] = (),
         gds: bool | Direct = False,
+        record: bool = True,
         timeout: float = 600.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -171,6 +178,8 @@ class Checkpointer:
             staging_bytes=check_limit(staging_bytes),
             replicated=matching(replicated),
         )
+        self._attachments = Attachments()
+        self._description = Description(self._ranks.world_size, record)
         self._saver = Saver(
             self._store,
             run=self._run,
@@ -181,13 +190,21 @@ class Checkpointer:
             meter=meter,
             direct=direct,
             retention=self._retention,
+            description=self._description if self._ranks.rank == 0 else None,
             options=options,
         )
         self._restorer = Restorer(self._store, ranks=self._ranks, lineage=self._lineage, sidecar=sidecar, direct=direct)
         self._publisher: BackgroundPublisher | None = None
         self._wait, self._closed, self._pid = timeout, False, os.getpid()
 
-    def save(self, step: int, state: dict[str, Any], *, priority: str = "normal") -> Handle:
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        priority: str = "normal",
+        metadata: Mapping[str, int | float | bool | str | None] | None = None,
+    ) -> Handle:
         """Start to save `state` as `step`, and return after the copy of the state.
 
         With lazy staging, the copy may still be in progress (see `Handle.copied`). If the store is unreachable, the
@@ -199,13 +216,16 @@ class Checkpointer:
                 and plain values.
             priority (str): "normal", or "preemption" for the last save before the machine is preempted. That save does
                 not wait for the memory of earlier saves, and overtakes them in the sidecar. Default: "normal".
+            metadata (Mapping[str, int | float | bool | str | None] | None): Values that describe the step, such as
+                `{"loss": 2.1}`: at most 64, and 16 KiB. They are committed with the step. With several ranks, those of rank
+                0 are stored. Default: None, no metadata.
 
         Returns:
             Handle: The save in flight. `handle.result()` waits for the commit.
 
         Raises:
             ConflictError: This timeline already has the step, or another trainer took the run over.
-            UsageError: A value cannot be saved; the message names its path.
+            UsageError: A value of the state or of the metadata cannot be saved; the message names it.
             DeadlineError: An earlier save did not release its memory within `timeout`.
             HeadraceError: An earlier save failed and `on_save_error` is "raise".
 
@@ -215,31 +235,99 @@ class Checkpointer:
             ...     checkpointer.save(1, {"epoch": 3}).result(timeout=60).step
             1
         """
-        return self._save(step, state, None, priority, overwrites=False)
+        return self._save(step, state, None, priority, metadata, overwrites=False)
 
-    def save_as(self, step: int, state: dict[str, Any], name: Name | None) -> Handle:
+    def save_as(
+        self,
+        step: int,
+        state: dict[str, Any],
+        name: Name | None,
+        metadata: Mapping[str, int | float | bool | str | None] | None = None,
+    ) -> Handle:
         """As `save`, for the adapters of `headrace.checkpoint.frameworks`.
 
         `name` is the file or folder by which the framework finds the step, on ranks that create one. Frameworks
         overwrite their files. A step that was already saved is therefore saved again, in a branch that begins before
         it.
         """
-        return self._save(step, state, name, "normal", overwrites=True)
+        return self._save(step, state, name, "normal", metadata, overwrites=True)
 
-    def _save(self, step: int, state: dict[str, Any], name: Name | None, priority: str, overwrites: bool) -> Handle:
+    def _save(
+        self, step: int, state: dict[str, Any], name: Name | None, priority: str, metadata: object, overwrites: bool
+    ) -> Handle:
         _check_choice("priority", priority, PRIORITIES)
         urgent = priority == "preemption"
 
-        def check() -> None:
+        def check() -> Extras:
             self._check_open()
             names.check_step(step)
+            extras = Extras(step_metadata.check(metadata), self._attachments.of(step))
             self._lineage.again = self._lineage.timeline == 0 or self._saves.again(step) if overwrites else False
             self._saves.raise_failures()  # also those of the saves that `again` has waited for
             self._saves.require_new(step)
             if not urgent:
                 self._saves.wait_for_room(self._wait)
+            return extras
 
-        return self._saver.start(step, state, urgent, check, name)
+        handle = self._saver.start(step, state, urgent, check, name)
+        if handle.error is None:
+            self._attachments.saved(step)
+        return handle
+
+    def put_artifact(self, step: int, name: str, source: str | os.PathLike[str] | bytes) -> int:
+        """Store a file with a step, such as samples, a log or a configuration. Call it before `save(step, ...)`.
+
+        The file is read at once. Later changes of the file change nothing. Any rank may call it; an artifact belongs to
+        the rank that gave it. `headrace ckpt artifacts` and `read_artifact` read it. `restore` ignores it.
+
+        Args:
+            step (int): The step's number.
+            name (str): A name such as "samples/0.png": letters, digits, ' ', '.', '-', '+' and '_', with '/' between
+                folders.
+            source (str | os.PathLike[str] | bytes): The path of a file, or its contents.
+
+        Returns:
+            int: The number of bytes.
+
+        Raises:
+            UsageError: The name, or a source that is not a file.
+            NotFoundError: The file does not exist.
+            ConflictError: The step has an artifact of this name.
+            CapacityError: More than 256 artifacts, or more than 1 GiB, wait for their steps.
+
+        Example:
+            >>> import tempfile
+            >>> folder = tempfile.mkdtemp()
+            >>> with Checkpointer(folder, run="exp42", sidecar=None) as checkpointer:
+            ...     _ = checkpointer.put_artifact(1, "log.txt", b"warm-up done")
+            ...     _ = checkpointer.save(1, {"epoch": 3}).result(timeout=60)
+            >>> from headrace.checkpoint import read_artifact
+            >>> read_artifact(folder, run="exp42", name="log.txt")
+            b'warm-up done'
+        """
+        self._check_open()
+        return self._attachments.put(step, name, source)
+
+    def describe(self, **sections: object) -> None:
+        """Describe the run: its configuration, its code, or anything else that belongs to its start.
+
+        Later steps refer to the description. It is stored once, and once more after each change. Texts that look like
+        secrets are replaced by `***`. With several ranks, the description of rank 0 is stored.
+
+        Args:
+            **sections (object): Nested dicts, lists, numbers, texts, booleans and None, by name, such as
+                `config={"lr": 1e-3}`; 256 KiB together. None removes a section.
+
+        Raises:
+            UsageError: A value cannot be stored; the message names it.
+
+        Example:
+            >>> import tempfile
+            >>> with Checkpointer(tempfile.mkdtemp(), run="exp42", sidecar=None) as checkpointer:
+            ...     checkpointer.describe(config={"lr": 1e-3, "layers": 12}, code="3f2a9c1")
+        """
+        self._check_open()
+        self._description.describe(sections)
 
     def warm_up(self, state: dict[str, Any]) -> None:
         """Allocate the memory that saves of `state` need and probe the store, in the background, before the first save.

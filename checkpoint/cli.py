@@ -1,6 +1,9 @@
 """`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository, and add up their sizes.
 
 Invariant: the command runs without torch. `ls`, `du`, `check`, `show` and `state` change nothing, except that they write the
+`cli_exchange` adds `export` and `import`.
+
+Invariant: the command runs without torch. `ls`, `du`, `check` and `show` change nothing, except that they write the
 missing COMMIT of a complete attempt, as every reader does. `ls`, `du` and `check` may also write a lease and delete it
 (`survey`). `retain` and `gc` print a plan and change nothing without `--apply`.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. The next collection finishes one
@@ -11,16 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.checkpoint import cli_publish, object_states
+from headrace.checkpoint import cli_compare, cli_copy, cli_exchange, cli_metadata, cli_publish, object_states, positions
+from headrace.checkpoint.format.metadata import printable
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
+from headrace.checkpoint.repository.step_usage import GroupUsage, StepUsage, step_usage
 from headrace.dataio.core.cli import apply_option, command, json_option, one_line
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import counted, format_bytes
@@ -34,7 +39,7 @@ _MAX_HITS = 5
 
 
 _HELP = {
-    "du": "add up the stored bytes of each run",
+    "du": "add up the stored bytes of each run; --steps: of each step; --by group: of each group of tensors",
     "show": "describe one step: its ranks, bytes and codecs; --tensors lists its tensors",
     "state": "print the state of an object in a step as JSON, such as the position of a loader",
     "retain": "remove old steps: prints a plan; --apply executes it",
@@ -45,7 +50,7 @@ _HELP = {
 }
 
 
-_NEED_RUN = {"show", "state", "retain", "tag", "publish"}
+_NEED_RUN = {"show", "state", "retain", "tag", "publish", *cli_metadata.NEED_RUN, "export", "import"}
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
@@ -66,8 +71,20 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     parsers["retain"].add_argument(
         "--keep-tags", action="append", metavar="PATTERN", help="keep steps with a tag that matches (default: any tag)"
     )
+    parsers["retain"].add_argument(
+        "--best",
+        action="append",
+        metavar="NAME:N:ORDER",
+        help="keep the N steps with the best value of their metadata, such as loss:3:min (or max); may be repeated",
+    )
     for name in ("retain", "gc"):
         apply_option("remove them")(parsers[name])
+    parsers["du"].add_argument(
+        "--steps", action="store_true", help="bytes of each step, shared with other steps and unique to it"
+    )
+    parsers["du"].add_argument(
+        "--by", choices=("group",), help="of each step, bytes by the first part of tensors' names"
+    )
     parsers["show"].add_argument("--tensors", action="store_true", help="list every tensor by its path in the state")
     for name in ("tag", "untag"):
         parsers[name].add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
@@ -91,8 +108,13 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     )
     for action in (listing, checking):
         _add_common(action)
+    cli_metadata.add_columns(listing)
     add(actions, _add_common)
     cli_publish.add(actions, _add_common)
+    cli_metadata.add(actions, _add_common)
+    cli_compare.add(actions, _add_common)
+    cli_copy.add(actions, _add_common)
+    cli_exchange.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -102,28 +124,27 @@ def ckpt(options: argparse.Namespace) -> int:
         if options.action in COMMANDS:
             return run(store, options)
         if options.action == "ls":
-            report = survey.survey(store, options.run)
+            report = cli_metadata.listed(store, options)
         else:
             report = check.check(store, options.run, data=not options.quick)
     if options.json:
-        print(json.dumps(asdict(report) | {"clean": report.clean}, indent=1))
+        print(json.dumps(cli_metadata.report_as_json(report), indent=1))
     elif options.action == "ls":
-        _print_steps(report)
+        _print_steps(report, options)
     else:
         _print_check(report, quick=options.quick)
     return 0 if report.clean else CorruptionError.exit_code
 
 
-def _print_steps(report: survey.Report) -> None:
+def _print_steps(report: survey.Report, options: argparse.Namespace) -> None:
     if not report.steps:
         print("no committed steps")
     for line in report.steps:
         when = datetime.fromtimestamp(line.committed, UTC).strftime("%Y-%m-%d %H:%M:%S")
         sizes = f"{format_bytes(line.bytes_state):>10} of state {format_bytes(line.bytes_written):>10} written"
         note = "" if line.current else "  (abandoned branch)"
-        print(
-            f"{line.run}  timeline {line.timeline}  step {line.step:>8}  {when}Z  {sizes}  ranks {line.world_size}{note}"
-        )
+        text = f"{line.run}  timeline {line.timeline}  step {line.step:>8}  {when}Z  {sizes}  ranks {line.world_size}{note}"
+        print(one_line(text + cli_metadata.columns(line, options)))
     for attempt in report.unfinished:
         print(
             f"{attempt.run}  timeline {attempt.timeline}  step {attempt.step:>8}  attempt {attempt.attempt} {attempt.state}"
@@ -160,11 +181,14 @@ def run(store: Store, options: argparse.Namespace) -> int:
 def _show(store: Store, options: argparse.Namespace) -> int:
     if not options.run:
         raise UsageError("show needs --run", hint="for example --run exp42; `headrace ckpt ls URL` lists the runs")
-    shown = check.describe(store, options.run, options.step, tensors=options.tensors)
+    shown = check.describe(
+        store, options.run, options.step, tensors=options.tensors, positions=positions.loader_positions
+    )
     if options.json:
+        shown.metadata = {name: printable(value) for name, value in shown.metadata.items()}
         print(json.dumps(msgspec.to_builtins(shown), indent=1))
         return 0
-    for line in check.lines(shown):
+    for line in (*check.lines(shown), *cli_metadata.lines_of_shown(shown)):
         print(one_line(line))
     return 0
 
@@ -178,12 +202,24 @@ def _state(store: Store, options: argparse.Namespace) -> int:
 
 
 def _retain(store: Store, options: argparse.Namespace) -> int:
-    if not options.run or (options.last is None and options.every is None):
+    if not options.run or (options.last is None and options.every is None and not options.best):
         raise UsageError("retain needs --run and a policy", hint="for example --run exp42 --last 3 --every 1000")
-    keep = Keep(options.last, options.every, tuple(options.keep_tags or ("*",)))
+    keep = Keep(options.last, options.every, tuple(options.keep_tags or ("*",)), _best(options.best or ()))
     selected = collect.to_delete(store, options.run, keep)
     plan = collect.collect(store, selected, keep=keep) if options.apply else collect.preview(store, selected)
     return _print_result(options, plan)
+
+
+def _best(texts: Sequence[str]) -> tuple[tuple[str, int, str], ...]:
+    """The rules of `--best`. The name may contain colons."""
+    rules = []
+    for text in texts:
+        name, _, rest = text.rpartition(":")
+        name, _, count = name.rpartition(":")
+        if not name or not count.isdecimal():
+            raise UsageError(f"--best {text!r:.200} is not a rule", hint="give NAME:N:min or NAME:N:max, as loss:3:min")
+        rules.append((name, int(count), rest))
+    return tuple(rules)
 
 
 def _gc(store: Store, options: argparse.Namespace) -> int:
@@ -220,7 +256,29 @@ def _print_plan(plan: Plan, *, applied: bool) -> None:
         print("nothing was changed; --apply executes the plan")
 
 
+def _du_steps(store: Store, options: argparse.Namespace) -> int:
+    steps = step_usage(store, options.run, by_group=options.by == "group")
+    if options.json:
+        print(json.dumps([asdict(each) for each in steps], indent=1))
+        return 0
+    for step in steps:
+        note = "" if step.current else "  (abandoned branch)"
+        print(f"{step.run}  timeline {step.timeline}  step {step.step:>8}  {_bytes(step)}{note}")
+        for group in step.groups:
+            print(one_line(f"  {group.group:<24.100}  {_bytes(group)}"))
+    print(f"{counted(len(steps), 'step')}, {format_bytes(sum(each.unique for each in steps))} unique to one of them")
+    return 0
+
+
+def _bytes(usage: StepUsage | GroupUsage) -> str:
+    sizes = (usage.state, usage.stored, usage.unique, usage.shared)
+    state, stored, unique, shared = (f"{format_bytes(size):>10}" for size in sizes)
+    return f"{state} of state  {stored} stored  {unique} unique  {shared} shared"
+
+
 def _du(store: Store, options: argparse.Namespace) -> int:
+    if options.steps or options.by:
+        return _du_steps(store, options)
     total = usage.usage(store, options.run)
     if options.json:
         print(json.dumps(asdict(total), indent=1))
@@ -281,4 +339,8 @@ COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     "untag": _untag,
     "tags": _tags,
     **cli_publish.COMMANDS,
+    **cli_metadata.COMMANDS,
+    **cli_compare.COMMANDS,
+    **cli_copy.COMMANDS,
+    **cli_exchange.COMMANDS,
 }

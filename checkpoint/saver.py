@@ -13,12 +13,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import torch
 
+from headrace.checkpoint.attachments import NOTHING, Extras
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.format.documents import Base
@@ -29,6 +30,7 @@ from headrace.checkpoint.handle import Handle, Name, SaveResult
 from headrace.checkpoint.lineage import Lineage, Ticket
 from headrace.checkpoint.peers import PeerProbe, Peers, card
 from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.recording import Description
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.collect import Retention
 from headrace.checkpoint.repository.commit import Attempt, FinalError
@@ -40,7 +42,14 @@ from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tens
 from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
 from headrace.checkpoint.saving.slices import SlicedState
 from headrace.checkpoint.state import replicas as comparing
-from headrace.checkpoint.state.save_plan import FlatState, PreparedSave, SavePlanner, expected, flatten_state
+from headrace.checkpoint.state.save_plan import (
+    FlatState,
+    PreparedSave,
+    SavePlanner,
+    expected,
+    flatten_state,
+    with_artifacts,
+)
 from headrace.checkpoint.tier.saving import LocalOnlyError
 from headrace.dataio.core import metrics
 from headrace.dataio.core.errors import ConflictError, HeadraceError, MismatchError, TransientError
@@ -88,10 +97,12 @@ class Saver:
         direct: Direct | None,
         retention: Retention | None,
         options: Options,
+        description: Description | None = None,
     ) -> None:
         self._store, self._run, self._ranks, self._lineage = store, run, ranks, lineage
         self._saves, self._executor, self._meter, self._direct = saves, executor, meter, direct
         self._retention, self._options, self.timeout = retention, options, options.timeout
+        self._description = description
         self.staging = Staging(options.staging_bytes)
         self._optimizer_gate, self._planner = OptimizerGate(), SavePlanner()
         self._peers: Peers | None = None
@@ -100,20 +111,20 @@ class Saver:
         self.upload_hint = 0.0
 
     def start(
-        self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], object], name: Name | None = None
+        self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], Extras], name: Name | None = None
     ) -> Handle:
         """Copy the state and start its commit in a thread.
 
-        `check` is called first. If it raises on one rank, all ranks raise. `name` is published when the step is
-        committed.
+        `check` is called first, and returns what is saved with the state. If it raises on one rank, all ranks raise.
+        `name` is published when the step is committed.
         """
         with span("save", step=step):
             began = time.perf_counter()
-            ticket, flat = self._agree(step, state, check)
+            ticket, flat, extras = self._agree(step, state, check)
             if not ticket.timeline:
                 return self._not_begun(step, ticket)
             try:
-                handle, copying = self._start(step, ticket, state, flat, urgent, name)
+                handle, copying = self._start(step, ticket, state, flat, extras, urgent, name)
             except BaseException as error:
                 if name is not None:
                     name.withdraw(error)
@@ -180,11 +191,11 @@ class Saver:
 
     # with the other ranks
 
-    def _agree(self, step: int, state: dict[str, Any], check: Callable[[], object]) -> tuple[Ticket, FlatState]:
-        """Agree on one attempt on all ranks; return its ticket and this rank's flattened state."""
-        flat, message, error = None, b"", None
+    def _agree(self, step: int, state: dict[str, Any], check: Callable[[], Extras]) -> tuple[Ticket, FlatState, Extras]:
+        """Agree on one attempt on all ranks; return its ticket, this rank's flattened state, and what `check` returned."""
+        flat, extras, message, error = None, NOTHING, b"", None
         try:
-            check()
+            extras = check()
             with gc_paused():
                 flat = self._planner.known(flatten_state(state, self._options.replicated))
             if self._ranks.rank == 0:
@@ -199,7 +210,7 @@ class Saver:
         if self._peers is None and self._ranks.world_size > 1:
             probe = PeerProbe()
             self._peers = Peers(self._ranks.all(card(probe)), self._ranks.rank, probe)
-        return ticket, flat
+        return ticket, flat, extras
 
     def _compare_replicas(self, step: int, prepared: PreparedSave) -> tuple[str, ...]:
         """Names of replicated tensors that differ between ranks. The ranks concerned and rank 0 log them."""
@@ -227,9 +238,16 @@ class Saver:
     # the copy
 
     def _start(
-        self, step: int, ticket: Ticket, state: dict[str, Any], flat: FlatState, urgent: bool, name: Name | None
+        self,
+        step: int,
+        ticket: Ticket,
+        state: dict[str, Any],
+        flat: FlatState,
+        extras: Extras,
+        urgent: bool,
+        name: Name | None,
     ) -> tuple[Handle, Copying | SlicedState]:
-        prepared = self._planner.prepare(flat, self._ranks)
+        prepared = with_artifacts(self._planner.prepare(flat, self._ranks), extras.artifacts)
         handle = Handle(step, ticket.attempt)
         handle.diverged = self._compare_replicas(step, prepared)
         if name is not None:  # after all collective calls, because it may fail on this rank alone
@@ -246,7 +264,7 @@ class Saver:
                 copying = self._copy(staging, arena, state, prepared.tensors, specs, layout)
             undo.callback(copying.cancel)
             handle.follow(copying)
-            put_plan = self._plan(step, ticket, prepared)
+            put_plan = self._plan(step, ticket, prepared, extras)
             save = self._staged_save(put_plan, staging, arena, copying, handle, urgent)
             threading.Thread(
                 target=self._commit_staged, args=(save, handle, copying, name), name=f"headrace-save-{step}"
@@ -254,7 +272,7 @@ class Saver:
             undo.pop_all()  # from now on the thread owns the arena and the copy
         return handle, copying
 
-    def _plan(self, step: int, ticket: Ticket, prepared: PreparedSave) -> plan.PutPlan:
+    def _plan(self, step: int, ticket: Ticket, prepared: PreparedSave, extras: Extras) -> plan.PutPlan:
         location = self._store.location
         return plan.PutPlan(
             location=plan.PlanLocation(location.url, dict(location.options)),
@@ -274,6 +292,7 @@ class Saver:
             lease_seconds=DEFAULT_LIFE,
             commit_timeout=self.timeout,
             own_manifest=self._executor.own_manifest,
+            metadata=extras.metadata if self._ranks.rank == 0 else {},
         )
 
     def _copy(
@@ -330,6 +349,7 @@ class Saver:
             except BaseException:
                 save.give_back()
                 raise
+            save = self._described(save)
             with span("commit", step=handle.step):
                 result = self._executor.commit_staged(save)
             if name is not None:
@@ -351,9 +371,19 @@ class Saver:
         if saved.bytes_written >= _HINT_BYTES and saved.bytes_written / max(saved.seconds, 1e-9) < _SLOW_SPEED:
             self.upload_hint = saved.bytes_written / saved.seconds
         self._lineage.release()
+        if self._description is not None:
+            self._description.stored(save.plan.description)
         if self._retention is not None:
             self._retention.committed()
         handle.set_result(saved)  # last: the caller may close the store as soon as it is set
+
+    def _described(self, save: StagedSave) -> StagedSave:
+        """The save with the description of the run. The first call may take the time of `git`."""
+        if self._description is None:
+            return save
+        name, data = self._description.current(urgent=save.urgent)
+        described = msgspec.structs.replace(save.plan, description=name, description_data=data)
+        return replace(save, plan=described)
 
     def _failed(self, put_plan: plan.PutPlan, handle: Handle, error: BaseException) -> None:
         self._log_failure(handle.step, error)

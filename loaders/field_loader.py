@@ -199,7 +199,7 @@ class _Fields:
             return audio_bucketing(buckets, sound.window)
         raise UsageError(
             "buckets cannot be used with these fields",
-            hint="Buckets need one Video field; Durations need one Audio field and no Video field",
+            hint="Buckets need one Video field without like; Durations need one Audio field and no Video field",
         )
 
     def _check_sizes(self) -> None:

@@ -31,10 +31,10 @@ def bucket(folder: Path) -> None:
     for number in range(40):
         with av.open(str(folder / "images" / f"{number}.png"), "w", format="image2") as out:
             stream = out.add_stream("png", rate=1)
-            stream.width, stream.height, stream.pix_fmt = 72, 64, "rgb24"  # type: ignore[attr-defined]
+            stream.width, stream.height, stream.pix_fmt = 72, 64, "rgb24"
             shades = np.random.default_rng(100 + number).integers(0, 255, (64, 72, 3), np.uint8)
             frame = av.VideoFrame.from_ndarray(shades, format="rgb24")
-            out.mux([*stream.encode(frame), *stream.encode(None)])  # type: ignore[attr-defined]
+            out.mux([*stream.encode(frame), *stream.encode(None)])
 
 
 def test_a_diffusion_transformer_trains_on_loose_files_and_resumes_exactly(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_diffusion_transformer_trains_on_loose_files_and_resumes_exactly(tmp_p
 
     def start(name: str, steps: int) -> subprocess.Popen[str]:
         places = [str(tmp_path / "raw"), str(tmp_path / f"{name}-dataset"), str(tmp_path / f"{name}-runs")]
-        command = [sys.executable, ROOT / "examples" / "diffusion_transformer.py", *places, "--steps", str(steps)]
+        command = [sys.executable, str(ROOT / "examples" / "diffusion_transformer.py"), *places, "--steps", str(steps)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HEADRACE_SIDECAR": "", "OMP_NUM_THREADS": "1"}
         log = (tmp_path / f"{name}.log").open("a")
         with log:

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ METRICS = {
 _MODULE = "headrace.bench.control_plane.repository_actions"
 _LEAST_STEPS = 4
 _TAG = "measured"
+_TABLE = os.path.join(tempfile.gettempdir(), "headrace-steps.parquet")
 _AGAIN = "again_"
 
 
@@ -70,8 +73,12 @@ def actions(steps: int, ranks: int) -> list[Action]:
     return [
         Action("latest step", "latest", (steps,)),
         _ckpt("ls", "URL"),
+        _ckpt("log", "URL", *run),
+        _ckpt("tree", "URL"),
+        _ckpt("table", "URL", "-o", _TABLE),
         _ckpt("du", "URL"),
         _ckpt("show", "URL", *run),
+        _ckpt("artifacts", "URL", *run),
         _ckpt("show", "URL", *run, "--step", str(middle), "--tensors"),
         _ckpt("tag", "URL", _TAG, *run, "--step", str(middle)),
         _ckpt("tags", "URL"),
@@ -88,7 +95,7 @@ def actions(steps: int, ranks: int) -> list[Action]:
 
 
 def _ckpt(*words: str) -> Action:
-    hidden = {"URL", "--run", RUN, _TAG}
+    hidden = {"URL", "--run", RUN, _TAG, "-o", _TABLE}
     return Action(f"ckpt {' '.join(word for word in words if word not in hidden)}", "ckpt", words)
 
 

@@ -5,7 +5,10 @@ manifests and packs of all ranks. So the figures of retention are too low for jo
 the new step, and of the packs of up to `collect.AT_ONCE` steps, would take a second page. The first retention lists the
 objects of every step. CPU time passes as virtual time.
 
-    python -m headrace.bench.control_plane.steps STEPS RANKS [LATENCY]
+    python -m headrace.bench.control_plane.steps STEPS RANKS [LATENCY] [--best]
+
+With `--best`, each step has metadata of five values, and retention also keeps the three best steps. The listing of all
+steps with their metadata is measured in any case.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from dataclasses import dataclass
 from headrace.bench.control_plane.state import RUN
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Decision, Newest, Repo, Timeline, Totals, encode, this_process
-from headrace.checkpoint.repository import collect, group_commit, inventory, steps
+from headrace.checkpoint.format.metadata import JsonValue
+from headrace.checkpoint.repository import collect, group_commit, inventory, steps, survey
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.testing.simulation.scheduler import Process, Simulation
@@ -41,8 +45,8 @@ class Cost:
 class Repository:
     """A run with `count` steps of `ranks` ranks, on a store that answers after `latency` seconds."""
 
-    def __init__(self, count: int, ranks: int, latency: float) -> None:
-        self.ranks = ranks
+    def __init__(self, count: int, ranks: int, latency: float, best: bool = False) -> None:
+        self.ranks, self.best = ranks, best
         self.simulation = Simulation(1, charge_cpu=True)
         self.bucket = Bucket(self.simulation, latency=latency)
         self.store, self.clock = SimulatedStore(self.bucket), self.simulation.clock
@@ -85,7 +89,13 @@ class Repository:
             world_size=self.ranks if grouped else 0,
             group_ranks=names.GROUP_RANKS if grouped else 0,
             totals=totals,
+            metadata=self._metadata() if self.best else {},
         )
+
+    def _metadata(self) -> dict[str, JsonValue]:
+        """The loss falls slowly, so the newest steps are the best, as in training."""
+        step = self._steps * _STEP
+        return {"loss": 10 / (step + 1), "tokens": step * 4096, "lr": 1e-3, "grad_norm": 1.5, "note": "training"}
 
     def _put(self, key: str, body: bytes) -> None:
         self.bucket.apply_put(key, body)
@@ -106,17 +116,31 @@ class Repository:
         if base is None or base.step != self._steps * _STEP:
             raise AssertionError(f"found {base}, not step {self._steps * _STEP}")
 
+    def list(self) -> None:
+        """List all steps with their metadata."""
+        report = survey.survey(self.store, RUN, self.clock)
+        if len(report.steps) != self._steps or bool(report.steps[0].metadata) != self.best:
+            raise AssertionError(f"{len(report.steps)} steps were listed")
+
+    def log(self) -> None:
+        """Read all steps with their metadata, newest first."""
+        if sum(1 for _ in survey.newest_first(self.store, RUN)) != self._steps:
+            raise AssertionError("not all steps were read")
+
     def retain(self, collector: collect.Collector, last: int) -> None:
         """Remove the one step that the policy does not keep."""
-        plan = collect.retain(self.store, RUN, Keep(last=last), self.clock, collector)
+        keep = Keep(last=last, best=("loss", 3, "min") if self.best else ())
+        plan = collect.retain(self.store, RUN, keep, self.clock, collector)
         if plan is None or len(plan.tombstones) != 1 or len(plan.objects) < 2 * self.ranks:
             raise AssertionError(f"retention did not remove exactly one step with all its objects: {plan}")
 
 
-def measure(count: int, ranks: int, latency: float) -> dict[str, float]:
+def measure(count: int, ranks: int, latency: float, best: bool = False) -> dict[str, float]:
     """The figures of a repository of `count` steps."""
-    repository = Repository(count, ranks, latency)
+    repository = Repository(count, ranks, latency, best)
     latest = repository.cost(repository.latest)
+    listing = repository.cost(repository.list)
+    log = repository.cost(repository.log)
     collector = collect.Collector(repository.store, collect.AT_ONCE)
     first = repository.cost(lambda: repository.retain(collector, count - 1))
     repository.add()
@@ -124,6 +148,10 @@ def measure(count: int, ranks: int, latency: float) -> dict[str, float]:
     return {
         "latest_s": round(latest.seconds, 3),
         "latest_requests": latest.requests,
+        "listing_s": round(listing.seconds, 3),
+        "listing_requests": listing.requests,
+        "log_s": round(log.seconds, 3),
+        "log_requests": log.requests,
         "first_retention_s": round(first.seconds, 3),
         "first_retention_requests": first.requests,
         "retention_s": round(after_commit.seconds, 3),
@@ -133,8 +161,8 @@ def measure(count: int, ranks: int, latency: float) -> dict[str, float]:
 
 def main(words: Sequence[str]) -> None:
     """Print the figures as JSON."""
-    count, ranks, *latency = words
-    print(json.dumps(measure(int(count), int(ranks), float(latency[0]) if latency else 0.02)))
+    count, ranks, *latency = [word for word in words if word != "--best"]
+    print(json.dumps(measure(int(count), int(ranks), float(latency[0]) if latency else 0.02, "--best" in words)))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 DCP flattens a nested state into names ("model.layers.0.weight") and paths. A document holds the rank's own values and
 the paths. A value that only other ranks hold (pipeline stages) is read from their documents.
 
+`headrace.checkpoint.restoring.dcp_names` reads such documents.
+
 Invariant: if several ranks have a value under one name, each rank sees its own. So rank-local state is preserved even
 though all ranks use the same name.
 Failure behaviour: `CorruptionError` for a malformed document.
@@ -11,35 +13,22 @@ Failure behaviour: `CorruptionError` for a malformed document.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from headrace.checkpoint.repository.fetch import Step
+from headrace.checkpoint.restoring.dcp_names import Names, Path, is_dcp, of_document, path_from_cuts
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.build import kind_name
 from headrace.checkpoint.state.flatten import Leaf, flatten
 from headrace.checkpoint.state.tree import DCP_MARK, MetaNode, PartsNode, StatefulNode, TensorRef, ValueNode, ViewRef
-from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import UnsupportedError, UsageError
 
-Path = tuple[str | int, ...]
 _MANY = 20_000
 """From this number of tensors on, each name is written once, under "many", with the lengths of its path's parts.
 """
-
-
-@dataclass(slots=True)
-class Names:
-    """The contents of a step by DCP's names.
-
-    `tensors` maps them to names in the manifests. `values` holds the other values, as nodes of a tree.
-    """
-
-    tensors: dict[str, str] = field(default_factory=dict)
-    values: dict[str, object] = field(default_factory=dict)
-    paths: dict[str, Path] = field(default_factory=dict)
 
 
 def encode(
@@ -73,17 +62,7 @@ def _cuts(name: str, path: Path) -> tuple[int, ...] | None:
     None if the name is not the path's parts with one character between them.
     """
     cuts = tuple(-len(str(part)) if isinstance(part, int) else len(part) for part in path)
-    return cuts if _path_from_cuts(name, cuts) == path else None
-
-
-def _path_from_cuts(name: str, cuts: Iterable[int]) -> Path:
-    parts: list[str | int] = []
-    at = 0
-    for length in cuts:
-        part = name[at : at + abs(length)]
-        parts.append(int(part) if length < 0 else part)
-        at += abs(length) + 1
-    return tuple(parts)
+    return cuts if path_from_cuts(name, cuts) == path else None
 
 
 def _require_plain(node: object, path: str) -> None:
@@ -99,11 +78,6 @@ def _require_plain(node: object, path: str) -> None:
         _require_plain(value, tree.join(path, key))
 
 
-def is_dcp(document: object) -> bool:
-    """Whether a manifest's tree is the document of a step that DCP saved."""
-    return isinstance(document, dict) and document.get("by") == DCP_MARK
-
-
 def names_of(step: Step, rank: int) -> Names:
     """The names of a step, as `rank` sees them."""
     own_number = rank if rank < len(step.manifests) else 0
@@ -111,22 +85,11 @@ def names_of(step: Step, rank: int) -> Names:
     names = Names()
     for manifest in order:
         document = tree.decode(manifest.tree)
-        names_of_manifest = _of_dcp(document) if is_dcp(document) else _of_state(document)
+        names_of_manifest = of_document(document) if is_dcp(document) else _of_state(document)
         names.values = {**names_of_manifest.values, **names.values}
         names.tensors = {**names_of_manifest.tensors, **names.tensors}
         names.paths = {**names_of_manifest.paths, **names.paths}
     return names
-
-
-def _of_dcp(document: Any) -> Names:
-    try:
-        if "many" in document:
-            cut = {name: _path_from_cuts(name, cuts) for name, cuts in document["many"] if cuts is not None}
-            return Names({name: name for name, _ in document["many"]}, document["values"], document["paths"] | cut)
-        tensors = {name: ref.name for name, ref in document["tensors"].items()}
-        return Names(tensors, document["values"], document["paths"])
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise CorruptionError(f"a document of DCP's is not readable: {error!r:.100}") from None
 
 
 def _of_state(document: object) -> Names:

@@ -40,10 +40,10 @@ from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import GdsStore, direct_for
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.restoring.aliases import Target, require_one_content
 from headrace.checkpoint.restoring.chunk_reader import Saved, Want
+from headrace.checkpoint.restoring.dcp_names import Names, all_tensors
 from headrace.checkpoint.state.build import Builder, Fit
 from headrace.checkpoint.state.tensors import TensorSink, synchronize
 from headrace.checkpoint.state.tree import tensor_names
@@ -100,7 +100,7 @@ class RepositoryReader(StorageReader):
         self._step: int | str = repository.step_or_tag(step, tag)
         self._given_rank, self._resume, self._gds = rank, resume, gds
         self._open = contextlib.ExitStack()
-        self._names = document.Names()
+        self._names = Names()
         self._saved: dict[str, Saved] = {}
 
     @property
@@ -186,7 +186,7 @@ class RepositoryReader(StorageReader):
         """Set the names and tensors of the step as this rank sees it."""
         self._rank = rank
         self._names = document.names_of(self._opened_step, rank)
-        self._saved = _all_tensors(self._opened_step, rank)
+        self._saved = all_tensors(self._opened_step, rank)
 
     def _see_alone(self) -> None:
         """Use the job's rank, if as many ranks saved the step. With `no_dist=True`, every process is DCP's rank 0."""
@@ -253,18 +253,6 @@ def _tensor_metadata(saved: Saved) -> TensorStorageMetadata:
     size = torch.Size(saved.shape)
     chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
     return TensorStorageMetadata(TensorProperties(dtype=getattr(torch, saved.dtype)), size, [chunk])
-
-
-def _all_tensors(step: Step, rank: int) -> dict[str, Saved]:
-    """All tensors that the rank sees, and those that only other ranks hold."""
-    rank_local: dict[str, Saved] = {}
-    for manifest in step.manifests:
-        for tensor in manifest.tensors:
-            if not tensor.replicated:
-                rank_local.setdefault(
-                    tensor.name, Saved(tensor.name, tensor.dtype, tensor.shape, ((manifest, tensor),))
-                )
-    return rank_local | chunk_reader.tensors_of(step, rank)
 
 
 def _pickled_here(value: object) -> io.BytesIO:

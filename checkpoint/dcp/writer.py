@@ -38,6 +38,7 @@ from headrace.checkpoint.format.chunking import SMALL_BELOW, Box, TensorSpec, ba
 from headrace.checkpoint.format.codec import COMPRESSIONS
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import direct_for
+from headrace.checkpoint.restoring.dcp_names import Path
 from headrace.checkpoint.sharding import assign_writers, coverage_error
 from headrace.checkpoint.state import tensors
 from headrace.checkpoint.state.tensors import name_of
@@ -110,7 +111,7 @@ class RepositoryWriter(StorageWriter):
         self._compression, self._timeout, self._gds = compression, timeout, gds
         self._overwrite = overwrite
         self._own_items: list[WriteItem] = []
-        self._paths: dict[str, document.Path] | None = None
+        self._paths: dict[str, Path] | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:

@@ -150,6 +150,13 @@ def link_of(stored: memoryview) -> Link | None:
     return link if _is_valid(link) else None
 
 
+def relink(stored: memoryview, link: Link) -> bytes:
+    """A stored difference with another link: the same base, stored at another place."""
+    (length,) = _LENGTH.unpack_from(stored)
+    head = msgspec.msgpack.encode(link)
+    return _LENGTH.pack(len(head)) + head + bytes(stored[_LENGTH.size + length :])
+
+
 def decode_difference(stored: memoryview, base: memoryview, raw: int, kind: int) -> memoryview | None:
     """Decode a difference, without comparing a digest; None if it is damaged or the base has the wrong length."""
     (length,) = _LENGTH.unpack_from(stored)

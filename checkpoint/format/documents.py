@@ -17,6 +17,7 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from headrace.checkpoint.format import names
+from headrace.checkpoint.format.metadata import JsonValue, Metadata, from_json
 from headrace.dataio.core import json
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
@@ -144,6 +145,9 @@ class Decision(Document, frozen=True, kw_only=True):
 
     `totals` is None in documents of older versions, and if the attempt names packs of more than `MOST_ATTEMPTS` other
     attempts.
+
+    `metadata`: the step's metadata, in its JSON form. `description`: the digest of the step's description; "" if it has
+    none. Both are copied from rank 0's manifest, and are empty in documents of older versions.
     """
 
     newest: ClassVar[int] = 2
@@ -155,6 +159,12 @@ class Decision(Document, frozen=True, kw_only=True):
     world_size: int = 0
     group_ranks: int = 0
     totals: Totals | None = None
+    metadata: dict[str, JsonValue] = {}
+    description: str = ""
+
+    def values(self) -> Metadata:
+        """The step's metadata."""
+        return from_json(self.metadata)
 
 
 class Commit(Document, frozen=True, kw_only=True):
@@ -176,12 +186,24 @@ class StepOfRun(msgspec.Struct, frozen=True):
     step: int
 
 
+class Best(msgspec.Struct, frozen=True):
+    """A rule of a policy: keep the `count` steps with the lowest (`order` "min") or highest ("max") value of `name`."""
+
+    name: str
+    count: int
+    order: str
+
+
 class Policy(msgspec.Struct, frozen=True):
-    """A retention policy as stored in a record; see `headrace.checkpoint.repository.retention.Keep`."""
+    """A retention policy as stored in a record; see `headrace.checkpoint.repository.retention.Keep`.
+
+    Older versions ignore `best`.
+    """
 
     last: int | None = None
     every: int | None = None
     tags: tuple[str, ...] = ("*",)
+    best: tuple[Best, ...] = ()
 
 
 class PendingDelete(Document, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import DIGEST_BYTES, TensorSpec, digest
 from headrace.checkpoint.format.documents import MOST_ATTEMPTS, VERSION, Base, Totals, newer
 from headrace.checkpoint.format.manifest import Manifest, PackName
+from headrace.checkpoint.format.metadata import Metadata, Value, flaw_of
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
 
@@ -42,7 +43,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of one group, in ascending order, from rank `first` on.
 
     `plan`: the plan digest. `packs`, `bases`: all packs and bases that the manifests name. Sizes are the sums over the
-    ranks, in bytes. `tensors`: number of shards of tensors; None in groups of older versions.
+    ranks, in bytes. `tensors`: number of shards of tensors; None in groups of older versions. `metadata`, `description`:
+    as in rank 0's manifest; empty in all groups but the first.
     """
 
     version: int = VERSION
@@ -58,6 +60,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     bytes_written: int
     bytes_deduplicated: int
     tensors: int | None = None
+    metadata: dict[str, Value] = {}
+    description: str = ""
 
     @property
     def ranks(self) -> range:
@@ -73,6 +77,8 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
     bases: tuple[Base, ...]
     sizes: tuple[int, int, int]
     tensors: int
+    metadata: dict[str, Value]
+    description: str
 
 
 class _Head(msgspec.Struct):
@@ -99,7 +105,16 @@ def summarize(manifest: Manifest, data: bytes) -> Summary:
     specs = (TensorSpec(t.name, t.dtype, t.box, t.replicated) for t in manifest.tensors)
     sizes = manifest.bytes_state, manifest.bytes_written, manifest.bytes_deduplicated
     member = Member(digest(data), share_digest(specs))
-    return Summary(member, manifest.replicas, manifest.packs, manifest.bases, sizes, len(manifest.tensors))
+    return Summary(
+        member,
+        manifest.replicas,
+        manifest.packs,
+        manifest.bases,
+        sizes,
+        len(manifest.tensors),
+        manifest.metadata,
+        manifest.description,
+    )
 
 
 def join(attempt: str, index: int, world_size: int, summaries: Sequence[Summary]) -> Group:
@@ -118,12 +133,14 @@ def join(attempt: str, index: int, world_size: int, summaries: Sequence[Summary]
         bytes_written=written,
         bytes_deduplicated=deduplicated,
         tensors=sum(each.tensors for each in summaries),
+        metadata={} if index else summaries[0].metadata,
+        description="" if index else summaries[0].description,
     )
 
 
 @dataclass(slots=True)
 class Tally:
-    """Adds up the manifests, or the groups, of one attempt."""
+    """Adds up the manifests, or the groups, of one attempt. `metadata`, `description`: those of rank 0."""
 
     attempt: str
     ranks: int
@@ -133,6 +150,8 @@ class Tally:
     bytes_written: int = 0
     bytes_deduplicated: int = 0
     is_complete: bool = True
+    metadata: Metadata = field(default_factory=dict)
+    description: str = ""
 
     def add(self, counted: Group | Manifest) -> None:
         """Add one manifest or group. A group of an older version lacks the number of its tensors."""
@@ -143,6 +162,8 @@ class Tally:
         self.bytes_state += counted.bytes_state
         self.bytes_written += counted.bytes_written
         self.bytes_deduplicated += counted.bytes_deduplicated
+        if (counted.rank if isinstance(counted, Manifest) else counted.index) == 0:
+            self.metadata, self.description = counted.metadata, counted.description
 
     def totals(self) -> Totals | None:
         """The totals; None if a group lacks the number of its tensors, or if the packs belong to too many attempts."""
@@ -196,7 +217,7 @@ def _flaw(group: Group, key: str) -> str:
         return "a digest has the wrong length"
     if not all(names.is_id(pack.attempt) and names.is_pack_name(pack.name) for pack in group.packs):
         return "a pack has a bad name"
-    return ""
+    return flaw_of(group.metadata, group.description)
 
 
 def _damaged(key: str, flaw: str) -> CorruptionError:

@@ -23,6 +23,7 @@ import zstandard
 from headrace.checkpoint.format import chunking, names, own_digest
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, DIGEST_BYTES, Box, digest
 from headrace.checkpoint.format.documents import VERSION, Base, newer
+from headrace.checkpoint.format.metadata import Value, flaw_of
 from headrace.checkpoint.sharding import coverage_error
 from headrace.dataio.core.errors import CapacityError, CorruptionError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
@@ -109,7 +110,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     `tree`: a document of `headrace.checkpoint.state.tree`. `replicas`: the digest of the data that must be equal on all
     ranks. `links`: for each chunk that is a difference, its number and the number of its base, which is a chunk of this
-    table, too.
+    table, too. `metadata`: the step's metadata. `description`: the digest of the step's description, or "". Only rank 0's
+    manifest has them.
     """
 
     version: int = VERSION
@@ -131,6 +133,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     bytes_written: int
     bytes_deduplicated: int
     links: tuple[tuple[int, int], ...] = ()
+    metadata: dict[str, Value] = {}
+    description: str = ""
 
 
 class _Head(msgspec.Struct):
@@ -253,6 +257,8 @@ def _check_identity(manifest: Manifest, key: str) -> None:
     _require(0 <= m.rank < m.world_size, f"rank {m.rank} is not below world size {m.world_size}")
     _require(names.manifest(m.run, m.timeline, m.step, m.attempt, m.rank) == key, "it belongs to another key")
     _check_packs(m.packs)
+    if flaw := flaw_of(m.metadata, m.description):
+        raise _Invalid(flaw)
 
 
 def _check_packs(packs: Iterable[PackName]) -> None:

@@ -78,6 +78,11 @@ def timeline_steps(run: str, number: int) -> str:
     return f"runs/{run}/{number:06d}/"
 
 
+def description(run: str, digest: str) -> str:
+    """The key of a description. `digest`: the hexadecimal BLAKE3 digest of its bytes."""
+    return f"runs/{run}/descriptions/{digest}.json"
+
+
 def newest(run: str, number: int) -> str:
     """The key of the object that names a recent step of the timeline (`Newest`)."""
     return f"runs/{run}/{number:06d}/newest.json"
@@ -239,6 +244,22 @@ def id_from_bytes(raw: bytes) -> str:
     """The id that 16 bytes represent."""
     number = int.from_bytes(raw, "big")
     return "".join([_DIGITS[number >> shift & 31] for shift in range(125, -1, -5)])
+
+
+def time_of(attempt_id: str) -> float:
+    """When the id was made, in seconds since the epoch, by the clock of the process that made it."""
+    return (
+        sum(_DIGITS.index(digit) << shift for digit, shift in zip(attempt_id[:10], range(45, -1, -5), strict=True))
+        / 1e3
+    )
+
+
+def bytes_of_id(text: str) -> bytes:
+    """The inverse of `id_from_bytes`."""
+    number = 0
+    for character in check_id(text):
+        number = number << 5 | _DIGITS.index(character)
+    return number.to_bytes(16, "big")
 
 
 def is_id(text: str) -> bool:

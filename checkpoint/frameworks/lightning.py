@@ -35,6 +35,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core import saving as pl_saving
 
 from headrace.checkpoint.api import Checkpointer
+from headrace.checkpoint.format.metadata import Metadata
+from headrace.checkpoint.frameworks.metrics import scalars
 from headrace.checkpoint.frameworks.name_files import MAX_BYTES, Record, read_name, write_file
 from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.repository.steps import MissingStepError
@@ -79,7 +81,8 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
             step = self._step + 1
         else:
             step = max(global_step, self._step + 1) if global_step > self._global_step else global_step
-        handle = self._names.save(step, {"checkpoint": checkpoint}, place, write_file)
+        metadata = metrics_of(checkpoint)
+        handle = self._names.save(step, {"checkpoint": checkpoint}, place, write_file, metadata=metadata)
         self._global_step, self._step = global_step, step
         self._digests = {} if split is None else split.digests
         if _has_links(place.parent):
@@ -120,6 +123,16 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     def _has(self, split: _Split) -> bool:
         """Whether the newest save has all of these tensors, bit for bit."""
         return len(split.values) < _MAX_VALUES and split.digests.items() <= self._digests.items()
+
+
+def metrics_of(checkpoint: dict[str, Any]) -> Metadata:
+    """The epoch, and the metrics that `ModelCheckpoint` callbacks monitor, as metadata of the step."""
+    found: dict[str, Any] = {"epoch": checkpoint.get("epoch")}
+    callbacks = checkpoint.get("callbacks")
+    for state in callbacks.values() if isinstance(callbacks, dict) else ():
+        if isinstance(state, dict) and isinstance(state.get("monitor"), str):
+            found[state["monitor"]] = state.get("current_score")
+    return scalars(found)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from typing import Any
 
 from headrace.checkpoint.api import Checkpointer
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.frameworks import name_files
 from headrace.checkpoint.frameworks.name_files import Record, read_name, write_file
 from headrace.checkpoint.handle import Handle
@@ -74,6 +75,7 @@ class Names:
         path: Path | None,
         write: Callable[[Path, Record], None],
         then: Callable[[], None] = lambda: None,
+        metadata: Metadata | None = None,
     ) -> Handle:
         """Begin to save `state`. After the save is committed, `path` becomes its name.
 
@@ -85,13 +87,14 @@ class Names:
             path (Path | None): The file or folder that names the step.
             write (Callable[[Path, Record], None]): Writes the hidden file or folder.
             then (Callable[[], None]): Called after the name is published.
+            metadata (Metadata | None): As for `Checkpointer.save`.
 
         Returns:
             Handle: The save in flight.
         """
         name = None if path is None else _Name(self, Path(os.path.abspath(path)), write=write, then=then)
         self._latest = None
-        handle = self._checkpointer.save_as(step, state, name)
+        handle = self._checkpointer.save_as(step, state, name, metadata)
         self._latest = name
         self._handles = [each for each in self._handles if not each.done or each.error is not None] + [handle]
         return handle

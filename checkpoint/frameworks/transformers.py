@@ -36,6 +36,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
 from headrace.checkpoint.api import Checkpointer
+from headrace.checkpoint.frameworks.metrics import scalars
 from headrace.checkpoint.frameworks.name_files import move_folder
 from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.frameworks.transformers_data import LoaderTrainer, loader_in, to_next_batch
@@ -113,13 +114,14 @@ class RepositoryTrainer(LoaderTrainer):  # type: ignore[misc, unused-ignore]
         if self.state.best_model_checkpoint == str(hidden / folder):
             self.state.best_model_checkpoint = str(run_dir / folder)
         state = {"model": self.model} | ({} if self.args.save_only_model else self._rest() | {"rng": RNG()})
+        metadata = scalars((self.state.log_history or [{}])[-1])
         if not self.args.should_save:
-            self._names.save(step, state, None, move_folder(hidden))
+            self._names.save(step, state, None, move_folder(hidden), metadata=metadata)
             return
         self.state.save_to_json(str(hidden / folder / trainer_module.TRAINER_STATE_NAME))
         _written()
         then = functools.partial(self._rotate, run_dir, self.state.best_model_checkpoint)
-        self._names.save(step, state, run_dir / folder, move_folder(hidden / folder), then)
+        self._names.save(step, state, run_dir / folder, move_folder(hidden / folder), then, metadata)
         shutil.rmtree(hidden, ignore_errors=True)
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -218,7 +220,8 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         progress = {"global_step": int(state.global_step), "epoch": float(state.epoch or 0)}
-        self._checkpointer.save(int(state.global_step), _state(objects) | {"progress": progress})
+        metadata = scalars((state.log_history or [{}])[-1])
+        self._checkpointer.save(int(state.global_step), _state(objects) | {"progress": progress}, metadata=metadata)
 
 
 def _state(objects: dict[str, Any]) -> dict[str, Any]:

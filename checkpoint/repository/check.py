@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from headrace.checkpoint.format import codec, names, pack
+from headrace.checkpoint.format import artifacts, codec, names, pack
 from headrace.checkpoint.format.manifest import Chunk, Manifest
-from headrace.checkpoint.repository import fetch
+from headrace.checkpoint.format.metadata import Metadata
+from headrace.checkpoint.repository import descriptions, fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step, open_step
 from headrace.checkpoint.repository.inventory import many
@@ -59,6 +61,7 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
     existing = _check_tables(store, needs, report)
     if data:
         _check_data(store, existing, needs, report)
+    _check_descriptions(store, steps, report)
     if report.problems:
         report.problems = _of_remaining_steps(store, steps, report.problems)
     if run is None and not report.problems:
@@ -154,6 +157,24 @@ def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Repor
             report.problems.append(Problem(key, damage, _hits(needs, key, [chunk])))
 
 
+def _check_descriptions(store: Store, steps: Iterable[Step], report: Report) -> None:
+    """Read each description that a step names, once, and report those that are missing or damaged."""
+    users: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for step in steps:
+        if step.manifests[0].description:
+            users[step.run, step.manifests[0].description].append(_label(step))
+
+    def flaw(run: str, digest: str) -> str:
+        try:
+            return "" if descriptions.read(store, run, digest) is not None else _MISSING
+        except CorruptionError as error:
+            return error.message
+
+    for at, problem in many(lambda at: (at, flaw(*at)), sorted(users)):
+        if problem:
+            report.problems.append(Problem(names.description(*at), problem, tuple(users[at])))
+
+
 def _hits(needs: _Needs, key: str, chunks: Iterable[Chunk]) -> tuple[str, ...]:
     """`run/timeline/step: tensor` for each tensor that needs any of these chunks of a pack."""
     digests = {chunk.digest for chunk in chunks}
@@ -186,7 +207,8 @@ class Shown:
 
     `bases`: the steps whose chunks the saver compared with. `packs`: all packs that the step needs; `earlier_packs` of
     them belong to earlier steps. `encodings`: by codec, [raw, stored] bytes of every chunk that the step needs, in any
-    pack.
+    pack. `description`: its sections, or None. `artifacts`: name, rank and bytes of each. `loaders`: the positions of
+    loaders in the state of rank 0, by path.
     """
 
     run: str
@@ -202,6 +224,10 @@ class Shown:
     bytes_deduplicated: int
     encodings: dict[str, list[int]]
     tensors: list[TensorLine] = field(default_factory=list)
+    metadata: Metadata = field(default_factory=dict)
+    description: dict[str, Any] | None = None
+    artifacts: list[tuple[str, int, int]] = field(default_factory=list)
+    loaders: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def step_of(text: str) -> int | str:
@@ -209,8 +235,18 @@ def step_of(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def describe(store: Store, run: str, step: str, *, tensors: bool = False) -> Shown:
-    """Describe one step: its sizes, packs and codecs; with `tensors` also each tensor shard."""
+def describe(
+    store: Store,
+    run: str,
+    step: str,
+    *,
+    tensors: bool = False,
+    positions: Callable[[bytes], dict[str, dict[str, Any]]] = lambda _: {},
+) -> Shown:
+    """Describe one step: its sizes, packs and codecs; with `tensors` also each tensor shard.
+
+    `positions` finds the positions of loaders in the encoded tree of rank 0.
+    """
     base = repository.find(store, run, step_of(step))
     if base is None:
         raise repository.missing(store, run)
@@ -234,6 +270,10 @@ def describe(store: Store, run: str, step: str, *, tensors: bool = False) -> Sho
         sum(m.bytes_deduplicated for m in ranks),
         dict(encodings),
         [line for m in ranks for line in _lines(m)] if tensors else [],
+        ranks[0].metadata,
+        descriptions.read(store, run, ranks[0].description),
+        sorted((name, m.rank, tensor.nbytes) for m in ranks for name, tensor in artifacts.of_manifest(m)),
+        positions(ranks[0].tree),
     )
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import (
@@ -37,6 +37,7 @@ from headrace.checkpoint.format.documents import (
     StepOfRun,
     encode,
 )
+from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.repository import commit, tag_records, timeline
 from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
@@ -62,6 +63,8 @@ _TRIES = 10
 _BATCH = 1000
 AT_ONCE = 28
 """The maximum number of live attempts whose own packs a collection after a commit lists."""
+Spare = Callable[[set[StepOfRun]], set[StepOfRun]]
+"""Returns those of the given steps that must stay."""
 _TOMBSTONE_WINDOW = plans.RECORD_SECONDS / 24
 """The maximum time in seconds from a collector's record to its last tombstone."""
 
@@ -84,8 +87,9 @@ def to_delete(
 ) -> set[StepOfRun]:
     """Steps of the run that the policy does not keep.
 
-    With the `reader` of the inventory, the newest `THREADS` steps that the policy counts are read again, because another
-    collection may have removed them. So at least the newest step exists.
+    With the `reader` of the inventory, the newest `THREADS` steps that the policy counts, and the steps that count as
+    best, are read again, because another collection may have removed them. So at least the newest step exists, and a
+    removed step does not take the place of a best one.
 
     The `inventory` lists all steps before this function reads the branch. A step that is committed in between is
     then seen only in the branch, as its newest step. In the opposite order, the function would treat that step as
@@ -93,11 +97,14 @@ def to_delete(
     """
     inventory = inventory or Reader(store).look()
     branch = list(_branch(store, run, inventory))
+    values = _metadata(run, branch, inventory) if keep.best else {}
+    confirmed: set[StepName] = set()
     while reader is not None:
-        counted = branch[: min(keep.last or 1, THREADS)]
-        gone = reader.confirm(inventory, [StepOfRun(run, name.timeline, name.step) for name in counted])
+        counted = {*branch[: min(keep.last or 1, THREADS)], *plans.best_steps(keep, branch, values)} - confirmed
+        gone = reader.confirm(inventory, [StepOfRun(run, name.timeline, name.step) for name in sorted(counted)])
         if not gone:
             break
+        confirmed |= {name for name in counted if StepOfRun(run, name.timeline, name.step) not in gone}
         branch = [name for name in branch if StepOfRun(run, name.timeline, name.step) not in gone]
     committed = {
         StepName(at.timeline, at.step)
@@ -110,7 +117,7 @@ def to_delete(
     for tag in (tag for records in tag_records.current_records(store).values() for tag in records):
         if tag.run == run:
             named.setdefault(StepName(tag.timeline, tag.step), set()).add(tag.name)
-    selected = steps_to_delete(keep, branch, others, named)
+    selected = steps_to_delete(keep, branch, others, named, values)
     return {StepOfRun(run, name.timeline, name.step) for name in selected}
 
 
@@ -129,6 +136,22 @@ def _branch(store: Store, run: str, inventory: Inventory) -> Iterator[StepName]:
             if is_in_segment and _exists(store, StepOfRun(run, segment.timeline, at), inventory):
                 yielded.add(at)
                 yield StepName(segment.timeline, at)
+
+
+def _metadata(run: str, branch: Iterable[StepName], inventory: Inventory) -> dict[StepName, Metadata]:
+    """The numbers in the metadata of these steps, as far as they were seen.
+
+    A step that was committed after the look has none. No record names such a step, so it is not removed.
+    """
+    values: dict[StepName, Metadata] = {}
+    complete = {attempt.step: attempt for attempt in plans.unfinished(inventory)}
+    for name in branch:
+        at = StepOfRun(run, name.timeline, name.step)
+        seen_commit = inventory.commits.get(at)
+        attempt = inventory.attempts.get(seen_commit.attempt) if seen_commit is not None else complete.get(at)
+        if attempt is not None and attempt.decision is not None:
+            values[name] = attempt.decision.values()
+    return values
 
 
 def _exists(store: Store, at: StepOfRun, inventory: Inventory) -> bool:
@@ -167,16 +190,18 @@ def collect(
     clock: Clock = SYSTEM_CLOCK,
     collector: Collector | None = None,
     keep: Keep | None = None,
+    spare: Spare = lambda _: set(),
 ) -> Plan:
     """Remove the given steps and the leftovers of dead attempts; return the executed plan.
 
     `keep` is the policy that selected the steps. A step that the policy keeps at the time of the removal stays. With
-    None the collection removes all given steps that no live lease references. If the `collector` has collected before,
-    the collection does not examine leftovers that the `collector` has examined.
+    None the collection removes all given steps that no live lease references. `spare` is called after the leases were
+    read, and returns steps that stay as well. If the `collector` has collected before, the collection does not examine
+    leftovers that the `collector` has examined.
     """
     _require_repo(store)
     collector = collector or Collector(store)
-    return _collect(store, collector.reader.look(), pending_deletes, keep, clock, collector)
+    return _collect(store, collector.reader.look(), pending_deletes, keep, clock, collector, spare)
 
 
 def _collect(
@@ -186,6 +211,7 @@ def _collect(
     keep: Keep | None,
     clock: Clock,
     collector: Collector,
+    spare: Spare = lambda _: set(),
 ) -> Plan:
     reader, users = collector.reader, collector.users
     _finish_complete(store, first, clock)
@@ -197,6 +223,7 @@ def _collect(
     reader.changed(each.step for each in plans.to_fence(second, now))
     aborted, spared = _fence(store, second, to_remove, now)
     spared |= to_remove - _still_pending(store, records.values(), second, reader)
+    spared |= spare(to_remove - spared) & to_remove
     reader.changed(to_remove)
     removed = tuple(_write_tombstones(store, to_remove - spared, clock, until))
     reader.removed(removed)

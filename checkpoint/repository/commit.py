@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
-from headrace.checkpoint.format.documents import Commit, Decision, Timeline, Totals, encode, read
+from headrace.checkpoint.format.documents import Commit, Decision, Timeline, encode, read
 from headrace.checkpoint.format.group import Tally
 from headrace.checkpoint.format.manifest import Manifest
+from headrace.checkpoint.format.metadata import to_json
 from headrace.checkpoint.repository import lease as leases
 from headrace.checkpoint.repository import timeline
 from headrace.checkpoint.repository.lease import LeaseKeeper
@@ -233,9 +234,15 @@ def _sleep(clock: Clock, pause: float, until: float) -> float:
 
 def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
     """Check every rank's manifest and write the decision. If another rank wrote it first, that decision counts."""
-    digests, totals = _checked_manifests(store, attempt)
-    manifests_named = tuple(each.hex() for each in digests)
-    document = Decision(attempt=attempt.id, outcome="commit", manifests=manifests_named, totals=totals)
+    digests, tally = _checked_manifests(store, attempt)
+    document = Decision(
+        attempt=attempt.id,
+        outcome="commit",
+        manifests=tuple(each.hex() for each in digests),
+        totals=tally.totals(),
+        metadata=to_json(tally.metadata),
+        description=tally.description,
+    )
     put_decision(store, attempt, lease, document)
 
 
@@ -304,7 +311,7 @@ def recognise(store: Store, attempt: Attempt) -> Commit | None:
     return commit
 
 
-def _checked_manifests(store: Store, attempt: Attempt) -> tuple[list[bytes], Totals | None]:
+def _checked_manifests(store: Store, attempt: Attempt) -> tuple[list[bytes], Tally]:
     digests, tally = list[bytes](), Tally(attempt.id, attempt.world_size)
 
     def checked() -> Iterator[Manifest]:
@@ -324,7 +331,7 @@ def _checked_manifests(store: Store, attempt: Attempt) -> tuple[list[bytes], Tot
         raise MismatchError(
             f"{attempt}: {mismatch}", hint="every rank that holds a part of a tensor must save it, once"
         )
-    return digests, tally.totals()
+    return digests, tally
 
 
 def _check_agrees(attempt: Attempt, first: Manifest, other: Manifest) -> None:

@@ -321,7 +321,7 @@ def sealed(store: Store, run: str, base: Base) -> Sealed:
 
 def _read(store: Store, step: Sealed, ranks: Sequence[int]) -> list[Manifest]:
     """Read and check the manifests of these ranks, several at once. They are decoded one after another."""
-    digests = _digests_of(store, step, ranks)
+    digests = digests_of(store, step, ranks)
     return list(read_manifests(store, step, {rank: digests[rank] for rank in ranks}))
 
 
@@ -339,7 +339,7 @@ def read_groups(store: Store, step: Sealed, indexes: Sequence[int]) -> Iterator[
         yield groups.decode(data, key, expected)
 
 
-def _digests_of(store: Store, step: Sealed, ranks: Sequence[int]) -> dict[int, bytes]:
+def digests_of(store: Store, step: Sealed, ranks: Sequence[int]) -> dict[int, bytes]:
     """The digests of these ranks' manifests. They may be named by groups, which are then read."""
     if not step.groups:
         return {rank: step.digests[rank] for rank in ranks}

@@ -34,6 +34,7 @@ from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base, Commit, Decision
 from headrace.checkpoint.format.group import Group, Summary
+from headrace.checkpoint.format.metadata import to_json
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import (
@@ -154,6 +155,19 @@ def finish_alone(store: Store, attempt: Attempt, lease: LeaseKeeper) -> Commit:
     return commit.finish(store, attempt, lease, timeout=0.0)
 
 
+def decide_copy(store: Store, attempt: Attempt, lease: LeaseKeeper, *, grouped: bool) -> None:
+    """Write the decision of a copied step, whose manifests are all stored. `grouped`: whether the source has groups."""
+    if not grouped:
+        commit.write_decision(store, attempt, lease)
+        return
+    for index in range(names.group_count(attempt.world_size)):
+        reader = GroupReader(store, attempt, index)
+        if missing := reader.read():
+            raise commit.late(attempt, missing, 0.0)
+        reader.write()
+    write_decision(store, attempt, lease, is_copy=True)
+
+
 class GroupReader:
     """Reads the manifests of one group, each once, and writes the group."""
 
@@ -213,10 +227,11 @@ def missing_groups(store: Store, attempt: Attempt) -> list[int]:
     return [index for index in range(names.group_count(attempt.world_size)) if index not in listed]
 
 
-def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
+def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper, *, is_copy: bool = False) -> None:
     """Check all groups and write the decision. If another process wrote it first, that decision counts.
 
-    The lease was written before this call, so no collection removes the bases after they are found here.
+    With `is_copy`, a newer timeline does not abort the attempt (`docs/design/0045-copy.md`). The lease was written before
+    this call, so no collection removes the bases after they are found here.
     """
 
     def read(index: int) -> tuple[bytes, Group]:
@@ -228,7 +243,8 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
         groups_read = list(pool.map(read, range(names.group_count(attempt.world_size))))
     _check_groups(attempt, [group for _, group in groups_read])
     _require_bases(store, attempt, {base for _, group in groups_read for base in group.bases})
-    if isinstance(stop := commit.decide(attempt, commit.newer_timeline(store, attempt)), Stop):
+    newer = View() if is_copy else commit.newer_timeline(store, attempt)
+    if isinstance(stop := commit.decide(attempt, newer), Stop):
         raise _aborted(store, attempt, stop.error)
     tally = groups.Tally(attempt.id, attempt.world_size)
     for _, group in groups_read:
@@ -241,6 +257,8 @@ def write_decision(store: Store, attempt: Attempt, lease: LeaseKeeper) -> None:
         world_size=attempt.world_size,
         group_ranks=names.GROUP_RANKS,
         totals=tally.totals(),
+        metadata=to_json(tally.metadata),
+        description=tally.description,
     )
     commit.put_decision(store, attempt, lease, document)
 

@@ -19,6 +19,7 @@ removes nothing.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ import msgspec
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Commit, Decision, Lease, PendingDelete, StepOfRun, read
+from headrace.checkpoint.format.metadata import numbers, to_json
 from headrace.checkpoint.repository import commit as commits
 from headrace.checkpoint.repository import timeline
 from headrace.dataio.core.errors import NotFoundError
@@ -70,8 +72,8 @@ class SeenRecord:
 class SeenAttempt:
     """One attempt: its step, the ranks and groups whose objects were listed, and its decision if it has one.
 
-    `documents`: number of groups (if `grouped`) or of manifests that the decision names. `decision` lacks their
-    digests, to save memory.
+    `documents`: number of groups (if `grouped`) or of manifests that the decision names. To save memory, `decision` lacks
+    their digests, and its metadata has only numbers.
     """
 
     step: StepOfRun
@@ -86,7 +88,10 @@ class SeenAttempt:
         """Set `decision`, `documents` and `grouped`."""
         self.grouped = bool(decision.groups)
         self.documents = len(decision.groups) or len(decision.manifests)
-        self.decision = msgspec.structs.replace(decision, manifests=(), groups=())
+        values = {sys.intern(name): value for name, value in numbers(decision.values()).items()}
+        self.decision = msgspec.structs.replace(
+            decision, manifests=(), groups=(), metadata=to_json(values), description=""
+        )
 
     def keys_naming_packs(self) -> list[str]:
         """Keys of the objects that name the attempt's packs.

@@ -14,16 +14,25 @@ Failure behaviour: `UsageError` for an impossible policy; nothing else fails.
 from __future__ import annotations
 
 import fnmatch
+import heapq
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Commit, Decision, Policy, StepName, StepOfRun
+from headrace.checkpoint.format.documents import Best, Commit, Decision, Policy, StepName, StepOfRun
+from headrace.checkpoint.format.metadata import Value, number_of
 from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt, SeenLease
 from headrace.checkpoint.repository.pack_users import PackUsers
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.store.base import ObjectInfo
+
+MOST_BEST = 1000
+"""The maximum number of steps that one rule of `Keep.best` keeps."""
+_RULE_HINT = f'give (name, count, "min" or "max"), such as ("loss", 3, "min"); the count is from 1 to {MOST_BEST}'
 
 
 @suggests_arguments()
@@ -32,13 +41,19 @@ class Keep:
     """Which steps of a run to keep. A step stays if any rule matches; the newest step always stays.
 
     Args:
-        last (int | None): Keep the newest `last` steps. With both `last` and `every` None (default), all steps stay.
+        last (int | None): Keep the newest `last` steps. With `last` and `every` None and no `best` (default), all steps
+            stay.
         every (int | None): Keep steps whose number is a multiple of `every`. Default: None.
         tags (tuple[str, ...]): Keep steps that have a tag matching one of these patterns, for example
             `("release-*",)`. Default: `("*",)`, any tag.
+        best (tuple[str, int, str] | tuple[tuple[str, int, str], ...]): Keep the steps with the best values of their
+            metadata: `("loss", 3, "min")` keeps the 3 steps with the lowest `loss`, and "max" the highest. Steps
+            without a number of this name, or with NaN, do not count. Of equal values, the newer step counts first. It
+            may be a tuple of such rules. Default: none.
 
     Raises:
-        UsageError: `last` or `every` is not a whole number from 1, or `tags` is not a tuple.
+        UsageError: `last` or `every` is not a whole number from 1, `tags` is not a tuple, or a rule of `best` is
+            invalid.
 
     Example:
         >>> Keep(last=3, every=1000).policy.last
@@ -48,6 +63,7 @@ class Keep:
     last: int | None = None
     every: int | None = None
     tags: tuple[str, ...] = ("*",)
+    best: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value in (("last", self.last), ("every", self.every)):
@@ -55,16 +71,53 @@ class Keep:
                 raise UsageError(f"Keep({name}={value!r}): give a whole number from 1")
         if not isinstance(self.tags, tuple):  # a str would be read as many patterns of one character
             raise UsageError(f"Keep(tags={self.tags!r}): give a tuple of patterns")
+        object.__setattr__(self, "best", _rules(self.best))
+
+    @property
+    def selects(self) -> bool:
+        """Whether the policy removes any step at all."""
+        return self.last is not None or self.every is not None or bool(self.best)
 
     @property
     def policy(self) -> Policy:
         """The policy as a collector's record stores it."""
-        return Policy(self.last, self.every, self.tags)
+        return Policy(self.last, self.every, self.tags, tuple(Best(*rule) for rule in self.best))
 
     @classmethod
     def of(cls, policy: Policy) -> Keep:
         """The inverse of `policy`."""
-        return cls(policy.last, policy.every, policy.tags)
+        return cls(policy.last, policy.every, policy.tags, tuple((x.name, x.count, x.order) for x in policy.best))
+
+
+def _rules(best: object) -> tuple[tuple[str, int, str], ...]:
+    """The rules of `Keep.best` as a tuple of rules."""
+    if not isinstance(best, tuple | list):
+        raise UsageError(f"Keep(best={best!r:.200}): it is not a rule", hint=_RULE_HINT)
+    rules = (best,) if best and isinstance(best[0], str) else tuple(best)
+    return tuple(_rule(each) for each in rules)
+
+
+def _rule(rule: object) -> tuple[str, int, str]:
+    match rule:
+        case (str(name), int(count), "min" | "max" as order) if name and not isinstance(count, bool):
+            if 1 <= count <= MOST_BEST:
+                return name, count, order
+    raise UsageError(f"Keep(best={rule!r:.200}): it is not a rule", hint=_RULE_HINT)
+
+
+_NO_METADATA: Mapping[StepName, Mapping[str, Value]] = MappingProxyType({})
+
+
+def best_steps(
+    keep: Keep, branch: Sequence[StepName], metadata: Mapping[StepName, Mapping[str, Value]] = _NO_METADATA
+) -> set[StepName]:
+    """The steps that a rule of `keep.best` keeps. `branch`: newest first. `metadata`: the steps' values."""
+    kept: set[StepName] = set()
+    for name, count, order in keep.best:
+        values = ((number_of(metadata.get(step, {}), name), step) for step in branch)
+        numbers = [(-value if order == "max" else value, step) for value, step in values if value is not None]
+        kept |= {step for _, step in heapq.nsmallest(count, numbers, key=operator.itemgetter(0))}  # it is stable
+    return kept
 
 
 OF_PUBLISHED = "published.*"
@@ -72,20 +125,25 @@ OF_PUBLISHED = "published.*"
 
 
 def steps_to_delete(
-    keep: Keep, branch: Sequence[StepName], others: Iterable[StepName], tagged: Mapping[StepName, Iterable[str]]
+    keep: Keep,
+    branch: Sequence[StepName],
+    others: Iterable[StepName],
+    tagged: Mapping[StepName, Iterable[str]],
+    metadata: Mapping[StepName, Mapping[str, Value]] = _NO_METADATA,
 ) -> set[StepName]:
     """The steps to remove.
 
-    `branch`: the steps that readers see, newest first; `others`: steps of abandoned timelines.
+    `branch`: the steps that readers see, newest first; `others`: steps of abandoned timelines. `metadata`: that of the
+    steps of the branch.
     """
-    if keep.last is None and keep.every is None:
+    if not keep.selects:
         return set()
     newest = set(branch[: keep.last or 1])
     abandoned = {name for name in others if branch and name.step <= branch[0].step}
     multiples = {name for name in branch if keep.every and name.step % keep.every == 0}
     patterns = (*keep.tags, OF_PUBLISHED)
     named = {name for name, tags in tagged.items() if any(fnmatch.fnmatchcase(t, p) for t in tags for p in patterns)}
-    return {*branch, *abandoned} - newest - multiples - named
+    return {*branch, *abandoned} - newest - multiples - named - best_steps(keep, branch, metadata)
 
 
 ORPHAN_SECONDS = 7 * 24 * 3600.0

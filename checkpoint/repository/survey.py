@@ -11,10 +11,11 @@ leases are compared with this machine's clock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import (
@@ -30,6 +31,7 @@ from headrace.checkpoint.format.documents import (
     this_process,
 )
 from headrace.checkpoint.format.group import Tally
+from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.repository import commit, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
@@ -47,6 +49,9 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.store.base import Store
 
+_BATCH, _MAX_BATCH = 64, 4096
+"""The number of steps whose documents `newest_first` reads together: first, and at most. It doubles each time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -62,7 +67,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One committed step. Byte counts are sums over all ranks."""
+    """One committed step. Byte counts are sums over all ranks.
+
+    `seconds`: from the beginning of the save to its commit, by the clocks of two processes; 0 if the step was saved by an
+    older version. `description`: the digest of its description, or "".
+    """
 
     run: str
     timeline: int
@@ -74,6 +83,9 @@ class StepLine:
     tensors: int
     bytes_state: int
     bytes_written: int
+    seconds: float = 0.0
+    metadata: Metadata = field(default_factory=dict)
+    description: str = ""
 
     @property
     def base(self) -> Base:
@@ -121,6 +133,7 @@ class _SurveyedStep:
     base: Base | None = None
     commit: Commit | None = None
     totals: Totals | None = None
+    decision: Decision | None = None
     unfinished: list[Unfinished] = field(default_factory=list)
     problem: Problem | None = None
 
@@ -154,8 +167,10 @@ def _survey_run(store: Store, run: str, report: Report, now: Callable[[], float]
         report.unfinished += outcome.unfinished
         if outcome.problem is not None:
             report.problems.append(outcome.problem)
-        elif outcome.base is not None and outcome.totals is not None:
-            report.steps.append(_line(run, outcome.base, outcome.totals, outcome.commit, outcome.base in current))
+        elif outcome.base is not None and outcome.totals is not None and outcome.decision is not None:
+            report.steps.append(
+                _line(run, outcome.base, outcome.totals, outcome.decision, outcome.commit, outcome.base in current)
+            )
 
 
 def _current(store: Store, run: str, outcomes: list[_SurveyedStep], report: Report) -> set[Base]:
@@ -179,7 +194,7 @@ def _survey_step(store: Store, run: str, now: Callable[[], float], step: StepNam
                 state = _state(store, Attempt(run, number, at, attempt_id, 0), outcome, now)
                 outcome.unfinished.append(Unfinished(run, number, at, attempt_id, state))
         if outcome.base is not None:
-            outcome.totals = _totals(store, run, outcome.base)
+            outcome.decision, outcome.totals = _totals(store, run, outcome.base)
     except (CorruptionError, UnsupportedError, NotFoundError) as error:
         if not repository.has_tombstone(store, run, number, at):
             label = f"step {at} of run {run}, timeline {number}"
@@ -187,19 +202,19 @@ def _survey_step(store: Store, run: str, now: Callable[[], float], step: StepNam
     return outcome
 
 
-def _totals(store: Store, run: str, base: Base) -> Totals:
-    """The step's totals, without packs and other attempts if they come from its manifests.
+def _totals(store: Store, run: str, base: Base) -> tuple[Decision, Totals]:
+    """The step's decision, and its totals, without packs and other attempts if they come from its manifests.
 
     The manifests are read if the decision has no totals.
     """
     decision = read(store, names.decision(run, base.timeline, base.step, base.attempt), Decision)
     if decision.totals is not None:
-        return decision.totals
+        return decision, decision.totals
     manifests = open_step(store, run, base).manifests
     tally = Tally(base.attempt, len(manifests))
     for manifest in manifests:
         tally.add(manifest)
-    return Totals(
+    return decision, Totals(
         ranks=tally.ranks,
         tensors=tally.tensors,
         packs=0,
@@ -210,19 +225,55 @@ def _totals(store: Store, run: str, base: Base) -> Totals:
     )
 
 
-def _line(run: str, base: Base, totals: Totals, committed: Commit | None, current: bool) -> StepLine:
+def _line(
+    run: str, base: Base, totals: Totals, decision: Decision, committed: Commit | None, current: bool
+) -> StepLine:
+    when = committed.committed if committed is not None else 0.0
     return StepLine(
         run,
         base.timeline,
         base.step,
         base.attempt,
         current,
-        committed.committed if committed is not None else 0.0,
+        when,
         totals.ranks,
         totals.tensors,
         totals.bytes_state,
         totals.bytes_written,
+        max(when - names.time_of(base.attempt), 0.0) if when else 0.0,
+        decision.values(),
+        decision.description,
     )
+
+
+def newest_first(store: Store, run: str) -> Iterator[StepLine]:
+    """The steps of the run's newest branch, newest first. They are read in batches, as they are asked for."""
+    yielded, size = set[int](), _BATCH
+    for segment in timeline.branch(store, run):
+        steps = timeline.steps_newest_first(store, run, segment.timeline, segment.upto)
+        unseen = (at for at in steps if at not in yielded)
+        while batch := list(islice(unseen, size)):
+            size = min(2 * size, _MAX_BATCH)
+            for line in many(partial(_line_at, store, run, segment.timeline), batch):
+                yielded.add(line.step)
+                yield line
+
+
+def _line_at(store: Store, run: str, number: int, at: int) -> StepLine | None:
+    """The line of a step; None if it is not committed, or if a collection has removed it."""
+    try:
+        committed = commit.find_commit(store, names.commit(run, number, at))
+        if committed is None and repository.recognise(store, run, number, at) is not None:
+            committed = commit.find_commit(store, names.commit(run, number, at))
+        if committed is None or committed.tombstone:
+            return None
+        base = Base(number, at, committed.attempt)
+        decision, totals = _totals(store, run, base)
+    except (CorruptionError, NotFoundError):
+        if repository.has_tombstone(store, run, number, at):
+            return None
+        raise
+    return _line(run, base, totals, decision, committed, current=True)
 
 
 def _state(store: Store, attempt: Attempt, outcome: _SurveyedStep, now: Callable[[], float]) -> str:

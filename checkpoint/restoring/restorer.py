@@ -45,7 +45,7 @@ from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Sealed, Step
-from headrace.checkpoint.restoring import aliases, chunk_reader, shared_reads
+from headrace.checkpoint.restoring import aliases, chunk_reader, dcp_names, shared_reads
 from headrace.checkpoint.restoring.aliases import Target
 from headrace.checkpoint.restoring.chunk_reader import ChunkReader, Saved, StepLease, Want
 from headrace.checkpoint.restoring.divided_step import DividedStep, is_divided, open_divided
@@ -55,7 +55,6 @@ from headrace.checkpoint.state.build import Fit
 from headrace.checkpoint.state.fit import Selection
 from headrace.checkpoint.state.own_states import refusing_first
 from headrace.checkpoint.state.tensors import LocalTensor, TensorSink
-from headrace.checkpoint.state.tree import DCP_MARK
 from headrace.checkpoint.tier.restoring import Found, NodeTier, log_offline, log_sources, node_tier
 from headrace.dataio.core.errors import MismatchError, UsageError
 from headrace.dataio.core.log import get_logger
@@ -84,9 +83,11 @@ class Fitted:
 def fitted(state: dict[str, Any], opened: Step, rank: int, selection: Selection) -> Fitted:
     """Compare the selected part of `state` with the step as this rank sees it. The ranks do not communicate."""
     rank = rank if rank < len(opened.manifests) else 0
-    saved = chunk_reader.tensors_of(opened, rank)
+    document, saved = tree.decode(opened.manifests[rank].tree), chunk_reader.tensors_of(opened, rank)
+    if dcp_names.is_dcp(document):
+        document, saved = dcp_names.state_of(opened, rank)
     types = {name: (tensor.dtype, tensor.shape) for name, tensor in saved.items()}
-    todo = fit.fit(state, _document(opened.manifests[rank]), types, selection)
+    todo = fit.fit(state, document, types, selection)
     return _fitted(opened, todo, saved)
 
 
@@ -111,11 +112,11 @@ def fitted_in_parts(
 
 
 def _document(manifest: Manifest) -> object:
-    """The document in the manifest of a rank."""
+    """The document in the manifest of a rank. It names all tensors of the rank, unless DCP saved the step."""
     document = tree.decode(manifest.tree)
-    if isinstance(document, dict) and document.get("by") == DCP_MARK:
+    if dcp_names.is_dcp(document):
         raise MismatchError(
-            f"step {manifest.step} was saved through torch.distributed.checkpoint",
+            f"step {manifest.step} was saved through torch.distributed.checkpoint, and many ranks saved or restore it",
             hint="load it with dcp.load(state, storage_reader=RepositoryReader(...))",
         )
     return document

@@ -20,9 +20,10 @@ from typing import Any, Self
 import torch
 
 from headrace.checkpoint.format.chunking import Box, whole
+from headrace.checkpoint.repository import descriptions
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step
-from headrace.checkpoint.restoring import chunk_reader
+from headrace.checkpoint.restoring import chunk_reader, dcp_names
 from headrace.checkpoint.restoring.chunk_reader import Saved, Want
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.build import plain
@@ -93,14 +94,26 @@ class SavedStep(Mapping[str, Any]):
 
     def __init__(self, store: Store, step: Step, rank: int) -> None:
         self._store, self._opened, self.step = store, step, step.base.step
-        saved = chunk_reader.tensors_of(step, rank)
         manifest = step.manifests[rank if rank < len(step.manifests) else 0]
+        saved, document = chunk_reader.tensors_of(step, rank), tree.decode(manifest.tree)
+        if dcp_names.is_dcp(document):
+            document, saved = dcp_names.state_of(step, rank)
         self._entries = {
             path: _named(saved, node.name) if isinstance(node, TensorRef) else node
-            for path, node in _entries(tree.decode(manifest.tree), "")
+            for path, node in _entries(document, "")
         }
         self._close: Callable[[], object] = lambda: None
         self._closed = False
+
+    @property
+    def metadata(self) -> dict[str, int | float | bool | str | None]:
+        """The metadata that the step was saved with."""
+        return dict(self._opened.manifests[0].metadata)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The description of the run at the step, by section; empty if none was stored."""
+        return descriptions.read(self._store, self._opened.run, self._opened.manifests[0].description) or {}
 
     def keep(self, stack: contextlib.ExitStack) -> Self:
         """Close `stack` together with this step, also when the step is garbage-collected."""

@@ -50,6 +50,7 @@ _ANY_BYTES = 1 << 62
 
 _started = declare("ckpt.commit-started", "no object of the attempt is stored")
 _leased = declare("ckpt.lease-written", "only the lease is stored: invisible")
+_description_written = declare("ckpt.description-written", "only the lease and a description are stored: invisible")
 _packs_written = declare("ckpt.packs-written", "all packs are stored, but no manifest: invisible")
 _arena_released = declare(
     "ckpt.arena-released", "all packs are stored, the manifest is recorded, and the trainer owns the arena"
@@ -121,6 +122,7 @@ class _Commit:
         with LateLease(self._lease(), now=is_head) as lease:
             _leased()
             self.progress.abandon(store)
+            self._store_description()
             if tier_save is not None:
                 tier_save.send_pending(self.progress.manifest)
             manifest, encoded = self._store_packs()
@@ -159,14 +161,16 @@ class _Commit:
         """Keep the rank's whole part of the step in the tier while the store is unreachable.
 
         It is kept without references to bases, because no lease protects them. The next worker, or a restore, sends it
-        from the tier.
+        from the tier. It has no description, unless an earlier save stored that: the store may never receive this one.
         """
         if self.arena is None:
             return
         tier_save.skip_store()
-        without_bases = msgspec.structs.replace(self.plan, bases=())
-        stored = upload(self.arena, without_bases, self.emit, tier_save.store, ProgressFile(None))
-        manifest = manifest_of(self.plan, stored, self.clock)
+        alone = msgspec.structs.replace(self.plan, bases=())
+        if alone.description_data:
+            alone = msgspec.structs.replace(alone, description="", description_data=b"")
+        stored = upload(self.arena, alone, self.emit, tier_save.store, ProgressFile(None))
+        manifest = manifest_of(alone, stored, self.clock)
         encoded = manifests.encode(manifest)
         tier_save.complete(manifest, encoded)
         if tier_save.kept is not None:
@@ -186,6 +190,13 @@ class _Commit:
             life=plan.lease_seconds,
             clock=self.clock,
         )
+
+    def _store_description(self) -> None:
+        """Store the description, if the plan holds it. Its key is its digest, so another process writes the same bytes."""
+        plan = self.plan
+        if plan.description_data:
+            self.store.put_if_absent(names.description(plan.run, plan.description), plan.description_data)
+            _description_written()
 
     def _store_packs(self) -> tuple[manifests.Manifest, bytes]:
         """Store every pack that the manifest needs, and return the manifest and its encoding.

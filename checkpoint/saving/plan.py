@@ -18,6 +18,7 @@ import msgspec
 from headrace.checkpoint.format import chunking, codec, names
 from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, lay_out
 from headrace.checkpoint.format.documents import VERSION, Base, newer
+from headrace.checkpoint.format.metadata import Value, flaw_of
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UsageError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Location
@@ -65,6 +66,8 @@ class PutPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     `upload_hint`: bytes per second that an earlier save measured; 0 if unknown. `tree` and `replicas` are copied into
     the manifest. `own_manifest`: None if the trainer's process has not committed a step, or if its last save failed.
+    `metadata` and `description` (the digest of the description) are copied into the manifest; only rank 0 has them.
+    `description_data`: the description, if this process has not stored it yet.
     Times are in seconds.
     """
 
@@ -86,6 +89,9 @@ class PutPlan(msgspec.Struct, frozen=True, kw_only=True):
     lease_seconds: float = 300.0
     commit_timeout: float = 600.0
     own_manifest: OwnManifest | None = None
+    metadata: dict[str, Value] = {}
+    description: str = ""
+    description_data: bytes = b""
 
     @property
     def bytes_state(self) -> int:
@@ -134,6 +140,8 @@ def _check(plan: PutPlan, arena_bytes: int) -> None:
     names.check_id(plan.attempt)
     if not 0 <= plan.rank < plan.world_size or plan.compression not in codec.COMPRESSIONS or plan.lease_seconds <= 0:
         raise UsageError("the put plan's rank, compression or lease is impossible")
+    if flaw := flaw_of(plan.metadata, plan.description):
+        raise UsageError(f"the put plan is impossible: {flaw}")
     try:
         specs = [tensor.spec() for tensor in plan.tensors]
         types_known = all(spec.dtype in chunking.ITEM_BYTES for spec in specs)

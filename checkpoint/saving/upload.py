@@ -324,4 +324,6 @@ def manifest_of(plan: PutPlan, stored: Stored, clock: Clock) -> manifests.Manife
         bytes_written=tables.written,
         bytes_deduplicated=tables.deduplicated,
         links=tuple(tables.links),
+        metadata=plan.metadata,
+        description=plan.description,
     )

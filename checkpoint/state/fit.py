@@ -25,7 +25,7 @@ and for a pattern that is empty or not a string.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -48,7 +48,7 @@ from headrace.checkpoint.state.tree import (
     join,
     tensor_names,
 )
-from headrace.dataio.core.errors import MismatchError, UsageError
+from headrace.dataio.core.errors import MismatchError, UnsupportedError, UsageError
 
 _MAX_NAMED = 8
 _SEQUENCES = ("namedtuple", "collections.deque")
@@ -96,6 +96,8 @@ class _Fitter:
             and (self._holds_tensors(current) or not self._selection.everything)
         ):
             saved = saved.value
+        if isinstance(current, dict) and isinstance(saved, StatefulNode):
+            saved = saved.state  # the object was saved; the state has its state_dict()
         if self._holds_tensors(current) or (
             isinstance(current, dict) and isinstance(saved, dict) and not self._selection.everything
         ):
@@ -194,6 +196,8 @@ class _Fitter:
 
     def _stateful(self, current: Any, saved: object, path: str) -> None:
         kind, inner = tensors.kind_of(current), tensors.unwrap(current)
+        if isinstance(saved, dict):  # the state_dict() was saved; the state has the object
+            saved = StatefulNode(kind, saved)
         if not isinstance(saved, StatefulNode) or saved.kind == MODULE:
             self.report(path, f"a {type(inner).__name__} in the state, {kind_name(saved)} in the checkpoint")
             return
@@ -208,13 +212,16 @@ class _Fitter:
     def _module(self, wrapped: Any, saved: object, path: str) -> None:
         module = tensors.unwrap(wrapped)
         current = state_of(module, path)
+        if isinstance(saved, dict):  # the state_dict() was saved; the state has the module
+            saved = StatefulNode(MODULE, saved)
         if not isinstance(saved, StatefulNode) or saved.kind != MODULE:
             if self._selection.selects(path):
                 self.report(path, f"a {type(module).__name__} in the state, {kind_name(saved)} in the checkpoint")
         elif not isinstance(current, dict) or not isinstance(saved.state, dict):
             self.report(path, "its state is not a dict")
         else:
-            new = {k: self.value(v, saved.state[k], join(path, k)) for k, v in self._common(current, saved.state, path)}
+            needed = _without_tied(current, saved.state, path)
+            new = {k: self.value(v, saved.state[k], join(path, k)) for k, v in self._common(needed, saved.state, path)}
             if new:
                 loaded = OrderedDict((key, new.get(key, value)) for key, value in current.items())
                 self.plan.late.append(lambda: tensors.load_state(MODULE, module, loaded))
@@ -309,6 +316,29 @@ class _Fitter:
                 isinstance(v, torch.Tensor) or is_stateful(v) or self._holds_tensors(v, depth + 1) for v in inside
             )
         return False
+
+
+def _without_tied(current: dict[Any, Any], saved: dict[Any, Any], path: str) -> dict[Any, Any]:
+    """The entries of a module, without names that the step lacks and whose memory another name fills.
+
+    Files of other tools hold tied weights under one name only.
+    """
+    missing = [key for key in current if key not in saved and isinstance(current[key], torch.Tensor)]
+    if not missing:
+        return current
+    filled = {_memory(value, path) for key, value in current.items() if key in saved}
+    tied = {key for key in missing if (memory := _memory(current[key], path)) is not None and memory in filled}
+    return {key: value for key, value in current.items() if key not in tied}
+
+
+def _memory(value: object, path: str) -> Hashable:
+    """Equal for tensors that are the same view of the same memory. None for anything else."""
+    if not isinstance(value, torch.Tensor) or tensors.meta_shape(value) is not None:
+        return None
+    try:
+        return tensors.describe(value, path).memory
+    except UnsupportedError:
+        return None
 
 
 def _setter(container: Any, key: object, value: object) -> Callable[[], object]:

@@ -16,21 +16,25 @@ it exactly.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
 import zstandard
 
-from headrace.checkpoint.format import chunking, group, names
+from headrace.checkpoint.format import artifacts, chunking, group, names
 from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, digest, lay_out
 from headrace.checkpoint.sharding import assign_writers
 from headrace.checkpoint.state import flatten as state
 from headrace.checkpoint.state import home_plan, tree
 from headrace.checkpoint.state.flatten import Leaf, share
 from headrace.checkpoint.state.home_plan import Row
-from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.core.errors import CapacityError, UsageError
 from headrace.dataio.core.limits import MIB, format_bytes
 
 TABLE_BYTES = 64 * MIB
@@ -211,6 +215,27 @@ class SavePlanner:
         if share is None or share.structure is not structure or share.assignment is not assignment:
             return _rank_plan(structure, assignment, ranks.rank)
         return share
+
+
+def with_artifacts(prepared: PreparedSave, files: Mapping[str, npt.NDArray[np.uint8]]) -> PreparedSave:
+    """Add these artifacts as tensors of this rank. The other ranks need not know of them."""
+    if not files:
+        return prepared
+    if taken := next((spec.name for spec in prepared.specs if spec.name.startswith(artifacts.PREFIX)), None):
+        raise UsageError(f"{taken!r:.200} is a reserved name", hint="rename the entry of the state")
+    rows: list[_Row] = [
+        (f"{artifacts.PREFIX}{name}", "uint8", chunking.whole((data.nbytes,)), False, False)
+        for name, data in files.items()
+    ]
+    specs = (*prepared.specs, *_specs(rows, range(len(rows)))[1])
+    tensors = [*prepared.tensors, *map(_as_tensor, files.values())]
+    return replace(prepared, specs=specs, tensors=tensors, layout=lay_out(specs))
+
+
+def _as_tensor(data: npt.NDArray[np.uint8]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # bytes are read-only, and the tensor is only read
+        return torch.from_numpy(data)
 
 
 def _plan_by_homes(structure: Structure, ranks: Exchange) -> RankPlan:

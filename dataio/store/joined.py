@@ -72,7 +72,7 @@ LIST_OBJECTS = 1024
 """The most objects of a list. Writers use fewer."""
 LIST_BYTES = 2 * limits.MIB
 LIST_CACHE_BYTES = 64 * limits.MIB
-PARALLEL = 16
+PARALLEL = 32
 _OBJECT_BYTES = 1 << 50
 _SHARD = re.compile(r"[0-9]{8,12}-[0-9a-f]{32}")
 _CLOCK_TOLERANCE = 0.002

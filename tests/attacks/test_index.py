@@ -76,7 +76,11 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str]] = {
     "negative length": (member(0, length=-1), "outside its shard"),
     "overflow": (member(0, offset=2**63 - 1, length=2**63 - 1), "outside its shard"),
     "overlap": (member(0, length=1600), "overlap"),
-    "one range twice": (rows(lambda found: found[1].update(members=found[0]["members"])), "overlap"),
+    "one first member twice": (
+        rows(lambda found: found[1].update(members=found[0]["members"], bytes=found[0]["bytes"])),
+        "order",
+    ),
+    "one range with bytes of another": (rows(lambda found: found[1].update(members=found[0]["members"])), "sum"),
     "foreign shard": (rows(lambda found: found[0].update(shard="../../etc/passwd")), "not a shard of this"),
     "equal keys": (rows(lambda found: found[1].update(key="a")), "same key"),
     "out of order": (rows(lambda found: found.reverse()), "order"),

@@ -14,13 +14,13 @@ import pytest
 
 import headrace.checkpoint.saving.commit_worker
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.repository import check
+from headrace.checkpoint.repository import check, descriptions, survey
 from headrace.dataio.core.crashpoints import declared
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.system import ManualClock
 from tests.support import nursery
-from tests.support.checkpoint_states import begin, latest, load, make, save, tiny_state
+from tests.support.checkpoint_states import RUN, begin, latest, load, make, save, tiny_state
 
 assert headrace.checkpoint.saving.commit_worker
 ELSEWHERE = {"ckpt.mid-stage", "ckpt.group-written"}  # a lazy save; a large job (`repository/test_group_commit.py`)
@@ -90,6 +90,9 @@ def test_a_saver_killed_at_any_point_leaves_the_step_absent_or_complete(
             assert found is not None
             assert found.step == before.step
             assert load(store, found) == tiny_state(7)
+            (line,) = [each for each in survey.survey(store).steps if each.base == found]
+            assert line.metadata == {"seed": 7, "loss": float("inf")}
+            assert descriptions.read(store, RUN, line.description) == {"config": {"seed": 7}}
         elif point == "ckpt.repo-created":
             assert found is None
         else:

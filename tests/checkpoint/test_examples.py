@@ -6,13 +6,23 @@ import doctest
 
 import pytest
 
-from headrace.checkpoint import RNG, Checkpointer, read
+from headrace.checkpoint import RNG, Checkpointer, export, import_checkpoint, read
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 
 
 @pytest.mark.parametrize(
     "shown",
-    [Checkpointer, Checkpointer.save, Checkpointer.restore, read, RNG, RepositoryWriter, RepositoryReader],
+    [
+        Checkpointer,
+        Checkpointer.save,
+        Checkpointer.restore,
+        read,
+        export,
+        import_checkpoint,
+        RNG,
+        RepositoryWriter,
+        RepositoryReader,
+    ],
     ids=lambda shown: shown.__qualname__,
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")

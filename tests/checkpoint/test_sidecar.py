@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -14,8 +15,8 @@ import msgspec
 import pytest
 import torch
 
-from headrace.checkpoint import Checkpointer
-from headrace.checkpoint.repository import check
+from headrace.checkpoint import Checkpointer, read, read_artifact
+from headrace.checkpoint.repository import check, survey
 from headrace.checkpoint.saving import executor
 from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.sidecar import connection
@@ -135,6 +136,23 @@ def test_a_save_by_the_daemon_leaves_the_digest_of_the_manifest(daemon: Daemon, 
         assert second.committed_by == "sidecar"
         assert second.bytes_deduplicated == second.bytes_state
         assert check.check(store).clean
+
+
+def test_the_daemon_commits_metadata_description_and_artifacts(daemon: Daemon, tmp_path: Path) -> None:
+    daemon.start()
+    with Checkpointer(str(tmp_path), run="exp", sidecar=daemon.socket) as checkpointer:
+        checkpointer.describe(config={"lr": 1e-3})
+        for step in (1, 2):
+            checkpointer.put_artifact(step, "log", b"x" * step)
+            handle = checkpointer.save(step, {"w": torch.zeros(1000)}, metadata={"loss": math.inf, "step": step})
+            assert handle.result(60).committed_by == "sidecar"
+    for step in (1, 2):
+        assert read_artifact(tmp_path, run="exp", step=step, name="log") == b"x" * step
+        with read(tmp_path, run="exp", step=step) as saved:
+            assert saved.metadata == {"loss": math.inf, "step": step}
+            assert saved.description["config"] == {"lr": 1e-3}
+    with open_store(tmp_path) as store:
+        assert [line.metadata["step"] for line in survey.survey(store).steps] == [1, 2]
 
 
 def test_a_step_committed_by_an_orphan_of_a_killed_daemon_is_reported_as_committed(

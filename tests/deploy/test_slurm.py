@@ -156,7 +156,7 @@ def test_trainers_under_torchrun_save_and_their_code_reaches_slurm(node: Node, h
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{port}",
         ]
-        command = ["bash", SLURM / "torchrun.sh", *options, f"--rdzv-id={name}", SLURM / "train.py"]
+        command = ["bash", str(SLURM / "torchrun.sh"), *options, f"--rdzv-id={name}", str(SLURM / "train.py")]
         logs, tasks = [node.folder / f"{name}-{number}.log" for number in range(2)], []
         for log in logs:
             with open(log, "wb") as out:
@@ -186,7 +186,7 @@ def test_trainers_under_torchrun_save_and_their_code_reaches_slurm(node: Node, h
 
 def test_a_trainer_that_fails_under_torchrun_is_not_requeued(node: Node) -> None:
     environment = {**node.environment, "TORCHRUN": f"{sys.executable} -m torch.distributed.run", "CHECKPOINTS": "x://y"}
-    command = ["bash", SLURM / "torchrun.sh", "--standalone", "--nproc-per-node=1", SLURM / "train.py"]
+    command = ["bash", str(SLURM / "torchrun.sh"), "--standalone", "--nproc-per-node=1", str(SLURM / "train.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert "x://" in done.stderr
     assert done.returncode == 1

@@ -15,13 +15,13 @@ import msgspec
 import pytest
 import torch
 
-from headrace.checkpoint import Checkpointer, Keep, read
+from headrace.checkpoint import Checkpointer, Keep, read, read_artifact
 from headrace.checkpoint.repository import check, collect, survey, usage
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar import protocol as m
 from headrace.dataio.store.open import open_store
-from tests.golden import dialogue, make
+from tests.golden import dialogue, make, make_metadata
 from tests.support.checkpoint_states import RUN as STAGED
 from tests.support.checkpoint_states import load
 from tests.support.indexed_datasets import sample
@@ -129,6 +129,34 @@ def test_steps_in_groups_without_totals_are_read_listed_and_collected(tmp_path: 
             assert torch.equal(saved[f"{path}columns"].read(), whole * step)
             assert torch.equal(saved[f"{path}common"].read(), whole + 1)
             assert torch.equal(saved[f"{path}frozen"].read(), (torch.arange(85_000) % 7).float())
+
+
+def test_metadata_descriptions_and_artifacts_are_read_and_a_policy_follows_them(tmp_path: Path) -> None:
+    """`tests.golden.make_metadata` wrote them, with the code of note 0046."""
+    url = str(shutil.copytree(Path(__file__).parent / "metadata", tmp_path / "golden"))
+    wanted: dict[tuple[str, int], Any] = {
+        (make_metadata.SINGLE, step): each for step, each in make_metadata.METADATA.items()
+    }
+    wanted[make_metadata.GROUPED, 1] = {"rank": 0, "loss": 0.5}
+    with open_store(url) as store:
+        found = {(line.run, line.step): line.metadata for line in survey.survey(store).steps}
+        assert {at: repr(each) for at, each in found.items()} == {at: repr(each) for at, each in wanted.items()}
+        assert check.check(store).clean
+        shown = check.describe(store, make_metadata.SINGLE, "2")
+        assert shown.description == {"config": {"lr": 1e-3, "layers": [1, 2]}, "code": "3f2a9c1"}
+        assert shown.artifacts == [("configs/train.yaml", 0, len(make_metadata.ARTIFACT))]
+        base = repository.find(store, make_metadata.GROUPED, 1)
+        assert base is not None
+        whole = b"".join(map(make_metadata.contents, range(make_metadata.WORLD)))
+        assert load(store, base, run=make_metadata.GROUPED) == {"w": whole}
+    artifact = read_artifact(url, run=make_metadata.SINGLE, step=2, name="configs/train.yaml")
+    assert artifact == make_metadata.ARTIFACT
+    with read(url, run=make_metadata.SINGLE, step=2) as saved:
+        assert list(saved) == ["w"]
+        assert torch.equal(saved["w"].read(), torch.arange(9.0) * 2)
+    with open_store(url) as store:
+        collect.retain(store, make_metadata.SINGLE, Keep(last=1, best=("loss", 1, "min")))
+        assert [base.step for base in repository.visible(store, make_metadata.SINGLE)] == [3, 1]
 
 
 def test_a_dataset_has_the_samples_that_were_packed(golden: Path) -> None:

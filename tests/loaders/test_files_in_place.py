@@ -26,7 +26,7 @@ from headrace.loaders import Clip, FileLoader, Loader, Video, VideoLoader
 from headrace.loaders.clip import choose
 from headrace.loaders.fetch import byte_ranges
 from tests.support import long_media
-from tests.support.written_media import write_wav
+from tests.support.written_media import write_clip, write_wav
 
 NAMES = ["arm_wrestling.mp4", "nasa_h264_aac.mp4", "pancake_h264.mkv", "testsrc2_vp9.webm", "youtube_clip.mp4"]
 CLIP = Clip(4, 2, start="center")
@@ -161,10 +161,11 @@ def long_clips(films: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         stream: Any = None
         for repetition in range(8):
             with av.open(str(films / "clips" / "front-mp4.mp4")) as source:
-                video = source.streams.video[0]
+                video: Any = source.streams.video[0]
                 stream = stream or output.add_stream_from_template(video)
                 shift = repetition * round(long_media.FRAMES / 25 / video.time_base)
-                for packet in source.demux(video):
+                packets: Any = source.demux(video)
+                for packet in packets:
                     if packet.size:
                         packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
                         packet.stream = stream
@@ -209,3 +210,22 @@ def needed(dataset: Dataset) -> tuple[int, int, int]:
         for at, length in byte_ranges.ranges(member, byte_ranges.runs(member, [(start, end)])):
             blocks |= {(sample.id, block) for block in range(at // size, (at + length - 1) // size + 1)}
     return whole, groups, size * len(blocks)
+
+
+def test_two_cameras_of_a_sample_are_read_in_place(tmp_path: Path) -> None:
+    for episode in range(3):
+        for camera in ("front", "left"):
+            write_clip(tmp_path / "in" / f"ep{episode}.{camera}.mp4", frames=12 + episode)
+    fields = {
+        "front": Video(file="front.mp4", clip=Clip(4, start="center"), size=(16, 16)),
+        "left": Video(file="left.mp4", like="front", size=(16, 16)),
+    }
+    with index(tmp_path / "in", tmp_path / "set", group="dot", workers=1) as dataset:
+        sample = dataset.find("ep1")
+        assert sample.video is not None
+        assert [sample.video.ext, *(video.ext for video in sample.videos)] == ["front.mp4", "left.mp4"]
+        with Loader(dataset, 3, fields=fields, shuffle=False, sidecar=None, num_threads=1) as loader:
+            batch = next(iter(loader))
+            assert batch["key"] == ["ep0", "ep1", "ep2"]
+            assert torch.equal(batch["front"], batch["left"])
+            assert not loader.quarantine

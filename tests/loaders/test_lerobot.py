@@ -165,3 +165,24 @@ def test_a_clip_takes_only_parts_of_the_long_files(
     videos = [request.path for request in list(proxy.requests)[count:] if ".mp4" in request.path]
     assert 2 <= len(videos) <= 8, "the head and the clip, of both cameras, for one or two samples"
     assert proxy.answered - before < long / 2
+
+
+def test_a_data_set_that_lerobot_wrote(tmp_path: Path) -> None:
+    """Three episodes, written by LeRobot 0.4.4 with its defaults (AV1, a key frame in every second frame).
+
+    Its pictures are those of `lerobot_set`. The action is 100 * episode + frame.
+    """
+    golden = Path(__file__).parents[1] / "golden" / "lerobot-0.4.4"
+    seen = list[tuple[int, int]]()
+    with (
+        index(golden, tmp_path / "set", workers=1, strict=True) as dataset,
+        Loader(dataset, 1, fields=fields(Clip(1, start="every")), sidecar=None, drop_last=False) as loader,
+    ):
+        for batch in loader:
+            ((episode, frame),) = frame_numbers(batch["front"][0])
+            assert frame_numbers(batch["wrist"][0]) == [(episode, frame)]
+            assert batch["episode"].tolist() == [episode]
+            assert batch["caption"] == ["pick the cube" if episode % 2 else "place it"]
+            assert batch["action"][0, 0].tolist() == [100 * episode + frame] * 6
+            seen.append((episode, frame))
+    assert sorted(seen) == [(episode, frame) for episode in range(3) for frame in range(8 + 3 * episode)]

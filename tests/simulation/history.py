@@ -19,7 +19,7 @@ from msgspec import structs
 
 from headrace.checkpoint.format import group, names
 from headrace.checkpoint.format.chunking import Box, TensorSpec
-from headrace.checkpoint.format.documents import Base, Commit, Repo, StepName, decode, encode
+from headrace.checkpoint.format.documents import Base, Commit, Decision, Repo, StepName, decode, encode
 from headrace.checkpoint.lineage import ParentLease
 from headrace.checkpoint.repository import collect, fetch, group_commit, inventory, lease, timeline
 from headrace.checkpoint.repository import steps as repository
@@ -261,12 +261,20 @@ class History:
         """After everything has ended and every late request was applied: all committed steps, twice around a collection."""
         for _ in range(2):
             for base in self._committed():
+                self._check_metadata(base)
                 self._check_readable(base)
             self._check_acked()
             self._check_not_older(repository.find(self.store, RUN, "latest"), self.simulation.now)
             self.simulation.sleep(3 * LEASE_SECONDS + 300)
             collect.retain(self.store, RUN, Keep(last=1), self.clock)
             collect.collect(self.store, [], self.clock)
+
+    def _check_metadata(self, base: Base) -> None:
+        """Whichever process wrote the decision, it has the metadata of rank 0."""
+        key = names.decision(RUN, base.timeline, base.step, base.attempt)
+        found = decode(self.bucket.objects[key][0], Decision, key).values()
+        if found != {"attempt": base.attempt, "rank": 0}:
+            raise BrokenPromiseError(f"the decision of {base} has the metadata {found}")
 
     def _check_acked(self) -> None:
         """The COMMIT of every reported save names it, or is its tombstone, or retention has removed even that."""
@@ -362,6 +370,7 @@ class Trainer:
             lease_seconds=LEASE_SECONDS,
             commit_timeout=2 * LEASE_SECONDS,
             own_manifest=self.own,
+            metadata={"attempt": attempt, "rank": rank},
         )
         began, simulation = self.history.simulation.now, self.history.simulation
         newest = max(number for number, _ in self.journal.opened)

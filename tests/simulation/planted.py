@@ -13,8 +13,8 @@ from unittest import mock
 
 from msgspec import structs
 
+from headrace.checkpoint.format import group, names, own_digest
 from headrace.checkpoint.format import manifest as manifests
-from headrace.checkpoint.format import names, own_digest
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Decision, Document, encode
 from headrace.checkpoint.repository import collect, commit, inventory, pack_users, retention, timeline
@@ -165,6 +165,18 @@ def replaced(where: object, name: str, by: object) -> Plant:
     return lambda: mock.patch.object(where, name, by)
 
 
+@contextlib.contextmanager
+def metadata_of_the_last_rank() -> Iterator[None]:
+    add = group.Tally.add
+
+    def added(tally: group.Tally, counted: group.Group | manifests.Manifest) -> None:
+        add(tally, counted)
+        tally.metadata = counted.metadata
+
+    with mock.patch.object(group.Tally, "add", added):
+        yield
+
+
 PLANTED: dict[str, Plant] = {
     "collectors remove attempts whose lease is over without aborting them": removed_without_abort,
     "a replaced worker uses its predecessor's pack names": replaced(
@@ -187,4 +199,5 @@ PLANTED: dict[str, Plant] = {
     "collectors do not read the packs of attempts that reference others": replaced(
         pack_users.PackUsers, "_others", lambda *_: ()
     ),
+    "the decision has the metadata of the last rank": metadata_of_the_last_rank,
 }

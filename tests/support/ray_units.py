@@ -21,6 +21,7 @@ import ray
 
 from headrace.dataio import Dataset, index, pack, verify
 from headrace.dataio.shards import statistics
+from headrace.dataio.shards.ingest import file_units
 
 _MARK = "HEADRACE_TEST_RAY"
 """An environment variable of all processes of this cluster."""
@@ -64,6 +65,8 @@ def main(media: str, tars: str, parts: str, out: str) -> None:
         workers = [[one.groups, one.bytes, one.seconds] for one in packed.report.workers]
         results: dict[str, Any] = {"workers": workers, "skipped": len(packed.report.skipped)}
     on_ray("index", index, tars, f"{out}/indexed", keys="shard").close()
+    file_units.UNIT_OBJECTS = 4
+    on_ray("files", index, media, f"{out}/files").close()
     report = on_ray("verify", verify, f"{out}/packed", decode="50%", journal=f"{out}/journal")
     results["verify"] = msgspec.to_builtins(report)
     statistics._UNIT_PARTS = 1

@@ -295,6 +295,7 @@ class _ListWriter:
                 audio=described.audio,
                 text=described.text,
                 fields=json.loads(described.fields),
+                videos=described.videos,
             )
 
 

@@ -18,7 +18,7 @@ from headrace.dataio.core.errors import ConflictError, CorruptionError, UsageErr
 from headrace.dataio.shards.dataset import Dataset, use_or_open
 from headrace.dataio.shards.ingest import index_tars, patterns
 from headrace.dataio.shards.ingest.grouping import Grouping, check_grouping
-from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileIndexer, FileOptions, Indexed
+from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileIndexer, FileMemory, FileOptions, Indexed
 from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, Columns
 from headrace.dataio.shards.ingest.source_stores import FileStat
@@ -38,10 +38,11 @@ Keys = Literal["member", "shard"]
 
 @dataclass(frozen=True, slots=True)
 class FollowMemory:
-    """What `index` with `follow` could not use, with its size and time, so that later calls do not read it again."""
+    """What calls of `index` with `follow` found, so that later calls for the same dataset do not read it again."""
 
-    files: dict[str, FileStat] = field(default_factory=dict)
+    files: FileMemory = field(default_factory=FileMemory)
     tars: index_tars.Bad = field(default_factory=dict)
+    episodes: dict[int, FileStat] = field(default_factory=dict)
 
 
 _LAYOUTS: tuple[Layout, ...] = ("tars", "files", "lerobot")
@@ -92,8 +93,8 @@ def index(
         progress: a function that is called while the data are read, with a `Progress` for files and an `IndexProgress`
             for tars. None reports nothing.
         workers (int): the number of probing processes. None means one per core of this machine, or of the Ray cluster.
-        memory (FollowMemory): with `follow`, the files and tars that earlier calls could not use. They are read again
-            only after they changed. None (the default) reads them again.
+        memory (FollowMemory): with `follow`, what earlier calls for the same dataset found. Files and tars that could
+            not be used are then read again only after they changed. None (the default) reads everything again.
         trust_mounts (bool): with `follow`, let the dataset refer to other locations, as for `Dataset`. The locations
             of `patterns` need no trust. The default is False.
         source_options: options for the stores of the files or tars, unless they are directories. The version records
@@ -199,8 +200,12 @@ def open_indexed(store: Store, indexed: Indexed, owned: bool, trust_mounts: bool
         if name not in names:
             one.close()
     base = Mounts(store, mounted, owns_base=owned, joined=JOINED in names)
-    opened, _ = with_mounts(base, document, owned, {}, trust_mounts)
-    dataset = Dataset(opened, indexed.version, trust_mounts=trust_mounts)
+    with contextlib.ExitStack() as undo:
+        for one in mounted.values():
+            undo.callback(one.close)
+        opened, _ = with_mounts(base, document, owned, {}, trust_mounts)
+        dataset = Dataset(opened, indexed.version, trust_mounts=trust_mounts)
+        undo.pop_all()
     dataset.report, dataset.owns_store = indexed.report, True
     return dataset
 
@@ -237,7 +242,7 @@ def _indexer(
         raise UsageError(f"one LeRobot data set can be indexed, not {len(listed)}", hint="`headrace merge` the results")
     if options.group != "stem" or options.columns != DEFAULT_COLUMNS:
         raise UsageError("group and columns are for files, and this is a LeRobot data set", hint="leave them out")
-    return LeRobotIndexer(listed[0], store, options)
+    return LeRobotIndexer(listed[0], store, options, memory.episodes)
 
 
 def file_sources(listed: Sequence[str]) -> list[str]:

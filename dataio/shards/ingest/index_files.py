@@ -91,6 +91,33 @@ class FileOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class FileMemory:
+    """What calls of `follow` found, for later calls on the same dataset.
+
+    `bad` holds the size and time of each file that cannot be used. It is not read again while it stays the same.
+    `objects` holds those of each object in the lists of `shards`. These lists are not read again.
+    """
+
+    bad: dict[str, FileStat] = dataclasses.field(default_factory=dict)
+    objects: dict[str, FileStat] = dataclasses.field(default_factory=dict)
+    shards: set[str] = dataclasses.field(default_factory=set)
+
+    def read_lists(self, store: Store, document: versions.VersionDocument) -> Mapping[str, FileStat]:
+        """Return the size and the time of each object in the lists of a version, by key."""
+        joined = store.joined if isinstance(store, Mounts) else None
+        keys = [shard.key for shard in document.shards if shard.key.startswith(SHARD_PREFIX)]
+        new = [key[len(SHARD_PREFIX) :] for key in keys if key not in self.shards]
+        if joined is None or not new:
+            return self.objects
+        with ThreadPoolExecutor(_LIST_READS, "lists") as threads:
+            for listed in threads.map(joined.objects, new):
+                for one in listed.objects:
+                    self.objects[one.key] = FileStat(one.size, round((one.modified or 0.0) * 1e9))
+        self.shards.update(keys)
+        return self.objects
+
+
+@dataclasses.dataclass(frozen=True)
 class Indexed:
     """The result of a run: its report, the version, and the stores to mount for it."""
 
@@ -102,16 +129,15 @@ class Indexed:
 class FileIndexer:
     """Makes versions over the files that `sources` match. It is a context manager.
 
-    `bad` holds the sizes and times of files that cannot be used. `follow` does not read them again while they stay the
-    same, and adds others.
+    `memory` holds what earlier calls found. `follow` uses it and adds to it.
     """
 
     def __init__(
-        self, sources: Sequence[str], store: Store, options: FileOptions, bad: dict[str, FileStat] | None = None
+        self, sources: Sequence[str], store: Store, options: FileOptions, memory: FileMemory | None = None
     ) -> None:
         self._sources, self._store, self._options = sources, store, options
         self._engine, self._stores = find_engine(options.engine), SourceStores(options.source_options)
-        self._bad = {} if bad is None else bad
+        self._memory = memory or FileMemory()
 
     def __enter__(self) -> FileIndexer:
         return self
@@ -130,7 +156,7 @@ class FileIndexer:
             if history.list_versions(store):
                 published = run.published()
                 if published is not None:
-                    return self._finish(run, reporter, RunReport(0, ()), published.version, started, placed)
+                    return self._finish(run, reporter, RunReport(0, ()), started, placed)
                 history.refuse_existing(store, "add to it with `headrace index --follow`, or give an empty folder")
             if not gathered.groups:
                 raise _nothing_to_index(gathered)
@@ -146,51 +172,72 @@ class FileIndexer:
             _crash_after_index()
             history.publish(store, document)
             _crash_after_version()
-            return self._finish(run, reporter, result, 1, started, placed)
+            return self._finish(run, reporter, result, started, placed)
 
     def follow(self, message: str = "") -> Indexed:
-        """Add the new files as the next version. If there are none, return the newest version."""
-        for attempt in range(FOLLOW_TRIES):
+        """Add the new files as the next version. If there are none, return the newest version.
+
+        If another writer makes a version meanwhile that has some of the samples, look again what is new.
+        """
+        for _ in range(FOLLOW_TRIES - 1):
+            before = history.list_versions(self._store)
             try:
                 return self._follow(message)
-            except _LostRaceError as error:  # another follower added some of the samples
-                if attempt == FOLLOW_TRIES - 1:
-                    raise ConflictError(error.message, hint="try again") from error
-        raise AssertionError("unreachable")
+            except (ConflictError, CorruptionError):  # the other one may have deleted the journal, too
+                if history.list_versions(self._store) == before:
+                    raise
+        return self._follow(message)
 
     def _follow(self, message: str) -> Indexed:
         started, store = time.monotonic(), self._store
         newest, _ = history.load(store)
-        gathered = self._gather()
-        placed, gathered = self._place(gathered, newest.mounts)
+        placed, gathered = self._place(self._gather(), newest.mounts)
         with _closing_on_error(placed):
             changed, placed = self._without_known(placed, newest)
             gathered = dataclasses.replace(gathered, groups=placed.groups)
             reporter = self._reporter(gathered)
-            run = self._plan(placed, follow=True)
-            published = run.published()
-            if published is not None:
-                return self._finish(run, reporter, RunReport(0, ()), published.version, started, placed, changed)
             if not placed.groups:
                 report = _empty_report(gathered, (), changed, time.monotonic() - started)
                 return Indexed(report, newest.version, placed.mounted)
-            base, _ = history.load(store, run.journal.begin(newest.version))
-            result = run.run(self._task(len(base.shards)), self._engine, self._options.workers, reporter)
-            try:
-                shards, parts = run.index(len(base.index), _NothingNewError)
-            except _NothingNewError as error:
-                self._remember(error.skipped, placed)
-                report = _empty_report(gathered, error.skipped, changed, time.monotonic() - started)
-                return Indexed(report, newest.version, placed.mounted)
-            except CorruptionError as error:  # another follower of the same files deleted the journal
-                if history.load(store)[0].version == newest.version:
-                    raise
+            run = self._plan(placed, follow=True)
+            published = run.published()
+            if published is not None:
+                report = run.report(reporter, RunReport(0, ()), time.monotonic() - started)
                 run.journal.delete()
-                raise _LostRaceError(error.message) from error
-            _crash_after_index()
-            document = self._commit(run, shards, parts, _mounts_of(placed), message)
-            _crash_after_version()
-            return self._finish(run, reporter, result, document.version, started, placed, changed)
+                return Indexed(dataclasses.replace(report, changed=changed), published.version, placed.mounted)
+            existing = history.list_versions(store)
+            try:
+                report, version = self._add(run, reporter, newest, message, _mounts_of(placed), started)
+            except _NothingNewError as error:
+                report, version = _empty_report(gathered, error.skipped, (), time.monotonic() - started), newest.version
+            except (ConflictError, CorruptionError):
+                if history.list_versions(store) != existing:
+                    run.journal.delete()  # of another plan: this one has samples that now exist
+                raise
+            run.journal.delete()
+            self._remember(report.skipped, placed)
+            return Indexed(dataclasses.replace(report, changed=changed), version, placed.mounted)
+
+    def _add(
+        self,
+        run: PlanRun[FileUnit],
+        reporter: InputReporter,
+        newest: versions.VersionDocument,
+        message: str,
+        mounts: Sequence[versions.Mount],
+        started: float,
+    ) -> tuple[PackReport, int]:
+        """Index the new groups, and make the next version of them."""
+        base, _ = history.load(self._store, run.journal.begin(newest.version))
+        result = run.run(self._task(len(base.shards)), self._engine, self._options.workers, reporter)
+        shards, parts = run.index(len(base.index), _NothingNewError)
+        report = run.report(
+            reporter, result, time.monotonic() - started
+        )  # now: another follower may delete the journal
+        _crash_after_index()
+        document = self._commit(run, shards, parts, mounts, message)
+        _crash_after_version()
+        return report, document.version
 
     def _commit(
         self,
@@ -214,11 +261,7 @@ class FileIndexer:
                 lineage=versions.Lineage(operation="append"),
             )
 
-        try:
-            return history.commit(self._store, build)
-        except ConflictError as error:
-            run.journal.delete()
-            raise _LostRaceError(error.message, hint=error.hint) from error
+        return history.commit(self._store, build)
 
     # the inputs
 
@@ -259,7 +302,7 @@ class FileIndexer:
         base, named = self._store, _mounts_of(placed)
         store, owned = with_mounts(base, document, False, {}, self._options.trust_mounts, named)
         try:
-            listed = _listed_objects(store, document)
+            listed = self._memory.read_lists(store, document)
             keys = _keys_ever(store, document, {group.key for group in placed.groups})
         finally:
             if owned and store is not base:
@@ -269,7 +312,7 @@ class FileIndexer:
             known = [placed.keys[path] in listed for _, path in group.files]
             if group.key in keys or (all(known) and group.caption is None and group.fields is None):
                 changed += _changes(group, placed.keys, listed)
-            elif any(self._bad.get(path) != stat for path, stat in _stats(group)):
+            elif any(self._memory.bad.get(path) != stat for path, stat in _stats(group)):
                 new.append(group)
         return tuple(changed), dataclasses.replace(placed, groups=tuple(new))
 
@@ -278,26 +321,14 @@ class FileIndexer:
         bad = {item.path for item in skipped}
         for group in placed.groups:
             if not bad.isdisjoint(path for _, path in group.files):
-                self._bad.update(_stats(group))
+                self._memory.bad.update(_stats(group))
 
     def _finish(
-        self,
-        run: PlanRun[FileUnit],
-        reporter: InputReporter,
-        result: RunReport,
-        version: int,
-        started: float,
-        placed: Placement,
-        changed: tuple[str, ...] = (),
+        self, run: PlanRun[FileUnit], reporter: InputReporter, result: RunReport, started: float, placed: Placement
     ) -> Indexed:
         report = run.report(reporter, result, time.monotonic() - started)
-        self._remember(report.skipped, placed)
         run.journal.delete()
-        return Indexed(dataclasses.replace(report, changed=changed), version, placed.mounted)
-
-
-class _LostRaceError(ConflictError):
-    """Another writer added some of the samples first."""
+        return Indexed(report, 1, placed.mounted)
 
 
 class _NothingNewError(UsageError):
@@ -341,20 +372,6 @@ def _mounts_of(placed: Placement) -> tuple[versions.Mount, ...]:
 def _stats(group: Group) -> list[tuple[str, FileStat]]:
     rows = zip(group.files, group.sizes, group.times, strict=True)
     return [(path, FileStat(size, modified)) for (_, path), size, modified in rows]
-
-
-def _listed_objects(store: Store, document: versions.VersionDocument) -> dict[str, FileStat]:
-    """Return the size and the time of each object in the lists of a version, by key."""
-    if not isinstance(store, Mounts) or store.joined is None:
-        return {}
-    joined = store.joined
-    shards = [s.key[len(SHARD_PREFIX) :] for s in document.shards if s.key.startswith(SHARD_PREFIX)]
-    with ThreadPoolExecutor(_LIST_READS, "lists") as threads:
-        return {
-            one.key: FileStat(one.size, round((one.modified or 0.0) * 1e9))
-            for listed in threads.map(joined.objects, shards)
-            for one in listed.objects
-        }
 
 
 def _keys_ever(store: Store, document: versions.VersionDocument, keys: set[str]) -> set[str]:

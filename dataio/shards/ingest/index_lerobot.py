@@ -26,19 +26,20 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.dataio.core import crashpoints, limits
-from headrace.dataio.core.errors import ConflictError, UsageError
-from headrace.dataio.shards.ingest.index_files import FileOptions, Indexed
+from headrace.dataio.core.errors import ConflictError, CorruptionError, UsageError
+from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileOptions, Indexed
 from headrace.dataio.shards.ingest.lerobot import INFO, is_lerobot, read_info
 from headrace.dataio.shards.ingest.lerobot_episodes import Episode, read_episodes
-from headrace.dataio.shards.ingest.lerobot_plan import LeRobotPlan, LeRobotUnit, lerobot_plan
+from headrace.dataio.shards.ingest.lerobot_plan import LeRobotPlan, LeRobotUnit, lerobot_plan, stat_of
 from headrace.dataio.shards.ingest.lerobot_samples import EpisodeSettings, key_of
 from headrace.dataio.shards.ingest.lerobot_units import lerobot_task
+from headrace.dataio.shards.ingest.linked_folder import open_source
 from headrace.dataio.shards.ingest.manifests import EXTENSIONS
 from headrace.dataio.shards.ingest.patterns import prefix_in
 from headrace.dataio.shards.ingest.plan import journal_of
 from headrace.dataio.shards.ingest.plan_run import InputReporter, PlanRun, check_new_keys
 from headrace.dataio.shards.ingest.report import PackReport, Progress, Skipped
-from headrace.dataio.shards.ingest.source_stores import is_url
+from headrace.dataio.shards.ingest.source_stores import FileStat, is_url
 from headrace.dataio.shards.ingest.sources import Gathered
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS
 from headrace.dataio.shards.media.messages import TEXT_FIELD
@@ -51,7 +52,6 @@ from headrace.dataio.shards.versions import history
 from headrace.dataio.shards.versions.mounting import JOINED_MOUNT, mount_of
 from headrace.dataio.store.base import Store, path_of_url
 from headrace.dataio.store.mounts import PREFIX
-from headrace.dataio.store.open import open_store
 
 __all__ = ["LeRobotIndexer", "is_lerobot_source"]
 
@@ -71,30 +71,27 @@ def is_lerobot_source(sources: Sequence[str], source_options: Mapping[str, Any] 
         last = source.rpartition("/")[2]
         if set("*?[]{}") & set(source) or "::" in source or last.rpartition(".")[2].lower() in _FILES:
             return False
-    elif not os.path.isdir(_local(source)):
+    elif not os.path.isfile(os.path.join(_local(source), *INFO.split("/"))):
         return False
-    elif _is_linked(source):
-        return True  # `LeRobotIndexer` raises the error
-    with open_store(source, storage_options=_options(source, source_options)) as store:
-        return is_lerobot(store)
+    source_files = open_source(source, source_options)
+    with source_files.store:
+        return is_lerobot(source_files.named)
 
 
 class LeRobotIndexer:
     """Makes versions over the LeRobot data set at `source`. It is a context manager.
 
-    It closes the store of the data set, unless a result takes it over (`Indexed.mounted`).
+    It closes the store of the data set, unless a result takes it over (`Indexed.mounted`). `bad` has the episodes that
+    earlier calls could not use (`lerobot_plan`). `follow` uses it and adds to it.
     """
 
-    def __init__(self, source: str, store: Store, options: FileOptions) -> None:
-        if not is_url(source) and _is_linked(source):
-            raise UsageError(
-                f"the files of {_local(source)} are symbolic links, and stores follow no links",
-                hint="download the data set into a folder (local_dir), or copy it with its links followed (cp -rL)",
-            )
+    def __init__(self, source: str, store: Store, options: FileOptions, bad: dict[int, FileStat] | None = None) -> None:
         self._store, self._options, self._engine = store, options, find_engine(options.engine)
-        self._source = open_store(source, storage_options=_options(source, options.source_options))
+        self._bad = {} if bad is None else bad
+        self._files = open_source(source, options.source_options)
+        self._source = self._files.store
         try:
-            self._info = read_info(self._source)
+            self._info = read_info(self._files.named)
         except BaseException:
             self._source.close()
             raise
@@ -114,7 +111,7 @@ class LeRobotIndexer:
     def index(self, name: str | None) -> Indexed:
         """Make version 1."""
         started, store = time.monotonic(), self._store
-        plan = self._plan(read_episodes(self._source, self._info), follow=False)
+        plan = self._plan(read_episodes(self._files.named, self._info), follow=False)
         run, reporter = self._run(plan), _EpisodeReporter(plan, self._options.strict, self._options.progress)
         if history.list_versions(store):
             published = run.published()
@@ -134,30 +131,73 @@ class LeRobotIndexer:
         _crash_after_index()
         history.publish(store, document)
         _crash_after_version()
-        return self._finish(run, reporter, result, 1, started)
+        indexed = self._finish(run, reporter, result, 1, started)
+        self._remember(plan, indexed.report.skipped)
+        return indexed
 
     def follow(self, message: str = "") -> Indexed:
-        """Add the new episodes as the next version. If there are none, return the newest version."""
+        """Add the new episodes as the next version. If there are none, return the newest version.
+
+        If another writer makes a version meanwhile that has some of the episodes, look again what is new.
+        """
+        for _ in range(FOLLOW_TRIES - 1):
+            before = history.list_versions(self._store)
+            try:
+                return self._follow(message)
+            except (ConflictError, CorruptionError):  # the other one may have deleted the journal, too
+                if history.list_versions(self._store) == before:
+                    raise
+        return self._follow(message)
+
+    def _follow(self, message: str) -> Indexed:
         started, store = time.monotonic(), self._store
         newest, _ = history.load(store)
         plan = self._plan(self._new_episodes(newest), follow=True)
         run, reporter = self._run(plan), _EpisodeReporter(plan, self._options.strict, self._options.progress)
+        if not plan.units:
+            return self._indexed(_no_report(plan.missing, time.monotonic() - started), newest.version)
         published = run.published()
         if published is not None:
             return self._finish(run, reporter, RunReport(len(plan.units), ()), published.version, started)
-        if not plan.units:
-            return self._indexed(_no_report(plan.missing, time.monotonic() - started), newest.version)
-        base, _ = history.load(store, run.journal.begin(newest.version))
-        result = self._run_units(run, reporter, len(base.shards))
+        existing = history.list_versions(store)
         try:
-            shards, parts = run.index(len(base.index), _NothingNewError)
+            report, version = self._add(run, reporter, newest, message, started)
         except _NothingNewError as error:
-            report = _no_report((*plan.missing, *error.skipped), time.monotonic() - started)
-            return self._indexed(report, newest.version)
+            report, version = _no_report((*plan.missing, *error.skipped), time.monotonic() - started), newest.version
+        except (ConflictError, CorruptionError):
+            if history.list_versions(store) != existing:
+                run.journal.delete()  # of another plan: this one has episodes that now exist
+            raise
+        run.journal.delete()
+        self._remember(plan, report.skipped)
+        return self._indexed(report, version)
+
+    def _add(
+        self,
+        run: PlanRun[LeRobotUnit],
+        reporter: InputReporter,
+        newest: versions.VersionDocument,
+        message: str,
+        started: float,
+    ) -> tuple[PackReport, int]:
+        """Index the new episodes, and make the next version of them."""
+        base, _ = history.load(self._store, run.journal.begin(newest.version))
+        result = self._run_units(run, reporter, len(base.shards))
+        shards, parts = run.index(len(base.index), _NothingNewError)
+        report = run.report(reporter, result, time.monotonic() - started)  # before another follower deletes the journal
         _crash_after_index()
         document = self._commit(run, shards, parts, message)
         _crash_after_version()
-        return self._finish(run, reporter, result, document.version, started)
+        return report, document.version
+
+    def _remember(self, plan: LeRobotPlan, skipped: Sequence[Skipped]) -> None:
+        """Remember the episodes that cannot be used, so that `follow` does not read them again."""
+        bad = {item.path.rpartition(": ")[2] for item in skipped}
+        for unit in plan.units if bad else ():
+            files = {one.key: one for one in (*unit.videos, *unit.data)}
+            for episode in unit.episodes():
+                if key_of(episode) in bad:
+                    self._bad[episode.index] = stat_of(episode, files)
 
     def _commit(
         self,
@@ -180,14 +220,12 @@ class LeRobotIndexer:
                 lineage=versions.Lineage(operation="append"),
             )
 
-        try:
-            return history.commit(self._store, build)
-        except ConflictError:
-            run.journal.delete()
-            raise
+        return history.commit(self._store, build)
 
     def _plan(self, episodes: Iterable[Episode], *, follow: bool) -> LeRobotPlan:
-        return lerobot_plan(self._source, self._info, episodes, [self._settings(0), follow])
+        settings = [self._settings(0), follow]
+        bad = self._bad if follow else None
+        return lerobot_plan(self._files.named, self._info, episodes, settings, self._files.key, bad)
 
     def _settings(self, first: int) -> EpisodeSettings:
         return EpisodeSettings(
@@ -217,7 +255,7 @@ class LeRobotIndexer:
         parts = tuple(replace(part, bitmap=None) for part in document.index)
         whole = replace(document, index=parts, samples=sum(part.rows for part in parts))
         index = OpenIndex(self._store, whole)
-        episodes = read_episodes(self._source, self._info)
+        episodes = read_episodes(self._files.named, self._info)
         while batch := {key_of(one): one for one in itertools.islice(episodes, _LOOKUPS)}:
             *_, missing = views.rows_with_keys(index, set(batch))
             yield from (one for key, one in batch.items() if key in missing)
@@ -242,7 +280,7 @@ class _EpisodeReporter(InputReporter):
         super().__init__(Gathered((), plan.missing, ()), strict, None)
         self._report = progress
         self._episodes = sum(unit.count for unit in plan.units)
-        self._total = sum(unit.bytes for unit in plan.units)
+        self._total = sum(unit.size for unit in plan.units)
 
     def step(self, done: Done) -> None:
         """Add finished episodes."""
@@ -274,12 +312,3 @@ def _no_report(skipped: tuple[Skipped, ...], seconds: float) -> PackReport:
 
 def _local(source: str) -> str:
     return path_of_url(source) if source.lower().startswith("file://") else source
-
-
-def _is_linked(source: str) -> bool:
-    """Return whether the folder has the files of a data set as symbolic links, like the cache of the Hub."""
-    return os.path.islink(os.path.join(_local(source), *INFO.split("/")))
-
-
-def _options(source: str, options: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    return dict(options or {}) if "://" in source else {}

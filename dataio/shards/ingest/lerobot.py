@@ -1,7 +1,7 @@
 """Reads what a LeRobot data set says about itself in `meta/info.json`: its cameras, its columns, and where its files lie.
 
 Purpose: robots' recordings are often published in LeRobot's format. In version 3, one Parquet file has the rows of many
-episodes, and one MP4 file has the pictures of one camera in many episodes. In version 2.1, each episode has its own
+episodes, and one MP4 file has the pictures of one camera in many episodes. In version 2, each episode has its own
 files. `read_info` reads both. `headrace.dataio.shards.ingest.lerobot_episodes` reads the list of episodes.
 
 Invariants:
@@ -41,14 +41,14 @@ INFO = "meta/info.json"
 EPISODES_FOLDER = "meta/episodes/"
 """Version 3: Parquet files below this folder list the episodes."""
 EPISODES_FILE = "meta/episodes.jsonl"
-"""Version 2.1: this file lists the episodes, one JSON object a line."""
+"""Version 2: this file lists the episodes, one JSON object a line."""
 MAX_EPISODES = 10_000_000
 MAX_CAMERAS = 64
 _MAX_FEATURES = 1024
 _MAX_NAME = 200
 _MAX_FPS = 100_000
 _MAX_INDEX = 10**9
-_VERSION = re.compile(r"v(2\.1|3\.\d{1,3})")
+_VERSION = re.compile(r"v(2\.[01]|3\.\d{1,3})")
 _FIELD = re.compile(r"\{(\w{1,32})(?::0?(\d{0,2})d)?\}")
 _NOT_IN_NAMES = re.compile(r"[^0-9a-z_-]")
 _ITEM_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "float16": 2, "int32": 4, "float32": 4}
@@ -85,12 +85,12 @@ class PathTemplate(NamedTuple):
 class LeRobotInfo:
     """What `meta/info.json` says.
 
-    * `version`: 2 (that is 2.1) or 3.
+    * `version`: 2 (that is 2.0 or 2.1) or 3.
     * `fps`: frames and rows per second.
     * `cameras`: the videos of each episode, ordered by their extensions.
     * `columns`: the names of the low-dimensional columns. `row_bytes` is about what one row takes.
     * `episodes`: the number of episodes.
-    * `chunk_size`: version 2.1 puts this many episodes into one folder.
+    * `chunk_size`: version 2 puts this many episodes into one folder.
     """
 
     version: int
@@ -105,11 +105,11 @@ class LeRobotInfo:
     robot: str | None
 
     def data_key(self, chunk: int, number: int) -> str:
-        """Return the key of the Parquet file with these indexes. In version 2.1, `number` is that of the episode."""
+        """Return the key of the Parquet file with these indexes. In version 2, `number` is that of the episode."""
         return self.data_path.key(self._values(chunk, number))
 
     def video_key(self, camera: Camera, chunk: int, number: int) -> str:
-        """Return the key of a video of this camera. In version 2.1, `number` is that of the episode."""
+        """Return the key of a video of this camera. In version 2, `number` is that of the episode."""
         assert self.video_path is not None
         return self.video_path.key({**self._values(chunk, number), "video_key": camera.feature})
 

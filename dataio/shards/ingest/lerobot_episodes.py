@@ -1,7 +1,7 @@
 """Reads the list of episodes of a LeRobot data set, one page at a time.
 
 Purpose: in version 3, Parquet files below `meta/episodes` say which rows of which data file, and which seconds of which
-videos, belong to an episode. In version 2.1, `meta/episodes.jsonl` lists the episodes, and each has its own files.
+videos, belong to an episode. In version 2, `meta/episodes.jsonl` lists the episodes, and each has its own files.
 
 Invariants:
 
@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CorruptionError, NotFoundError
@@ -38,6 +40,7 @@ from headrace.dataio.shards.ingest.lerobot import (
     LeRobotInfo,
     checked_int,
 )
+from headrace.dataio.shards.ingest.lerobot_rows import check_footer
 from headrace.dataio.shards.ingest.stored_copies import copy_object
 from headrace.dataio.store.base import ObjectInfo, Store
 
@@ -136,11 +139,9 @@ def _window_columns(cameras: Iterable[Camera]) -> Iterator[str]:
 
 
 def _rows(path: Path, name: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
         with pq.ParquetFile(path, pre_buffer=False) as file:
+            check_footer(file.metadata, name)
             if missing := set(columns) - set(file.schema_arrow.names):
                 raise CorruptionError(f"{name}: there is no column {min(missing)!r}", hint=_HINT)
             for batch in file.iter_batches(_PAGE, columns=list(columns), use_threads=False):
@@ -177,7 +178,7 @@ def _window(where: str, row: dict[str, Any], camera: Camera, info: LeRobotInfo) 
     return Window(info.video_key(camera, chunk, number), float(start), float(end))
 
 
-# --- version 2.1
+# --- version 2
 
 
 def _from_lines(store: Store, info: LeRobotInfo) -> Iterator[tuple[str, Episode, int]]:

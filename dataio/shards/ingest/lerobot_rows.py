@@ -40,6 +40,8 @@ ROWS_BYTES = 64 * limits.MIB
 EPISODE, TIME = "episode_index", "timestamp"
 _BATCH = 4096
 _BATCH_BYTES = 256 * limits.MIB
+_GROUP_BYTES, _GROUP_VALUES = 1 * limits.GIB, 1 << 28
+"""The largest column of a row group, unpacked, and the most values in it. A few bytes can say that a value is repeated."""
 _MAX_DIMENSIONS = 4
 _TYPES = {
     "bool": "BOOL",
@@ -62,6 +64,7 @@ class EpisodeRows:
         self._name, self._undo = name, contextlib.ExitStack()
         with _arrow_errors(name):
             self._file = self._undo.enter_context(pq.ParquetFile(path, pre_buffer=False))
+            check_footer(self._file.metadata, name)
             schema = self._file.schema_arrow
         self._columns = [field.name for field in schema if _leaf(field.type) is not None]
         if len(set(schema.names)) < len(schema.names):
@@ -149,6 +152,18 @@ class EpisodeRows:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_footer(metadata: Any, name: str) -> None:
+    """Raise `CorruptionError` if a column of a Parquet file declares more than a reader can hold."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for at in range(group.num_columns):
+            column = group.column(at)
+            if column.total_uncompressed_size > _GROUP_BYTES or column.num_values > _GROUP_VALUES:
+                raise CorruptionError(
+                    f"{name}: the column {column.path_in_schema!r:.200} of row group {number} is too large"
+                )
 
 
 def tensors(arrays: dict[str, np.ndarray[Any, Any]]) -> bytes:

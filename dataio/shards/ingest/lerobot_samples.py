@@ -145,6 +145,8 @@ class EpisodeIndexer:
 
     def _windows(self, episode: Episode, videos: dict[str, VideoFile]) -> tuple[VideoInfo, ...]:
         found = []
+        if len({place.key for place in episode.windows}) < len(episode.windows):
+            raise UnsupportedError("the videos of two of its cameras are one file")
         for place, camera in zip(episode.windows, self._settings.cameras, strict=True):
             file = videos[place.key]
             if file.video is None:

@@ -82,7 +82,7 @@ class _Runner(UnitRunner[LeRobotUnit, PackedUnit]):
                 notes=tuple(found.notes),
                 files=len(unit.videos) + len(unit.data) if samples else 0,
                 groups=unit.count,
-                bytes=unit.bytes,
+                bytes=unit.size,
             )
             step(record.done)
             yield unit, record

@@ -40,7 +40,7 @@ from headrace.dataio.shards.sample import KeyFrame, Pieces, VideoInfo
 from headrace.dataio.store.base import ObjectInfo, Store
 
 _KEPT = 128
-"""More than one unit's videos in version 3. In version 2.1, no two units share a video."""
+"""More than one unit's videos in version 3. In version 2, no two units share a video."""
 
 
 class VideoFile(NamedTuple):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter, document
 from headrace.checkpoint.format import manifest as manifests
+from headrace.checkpoint.restoring import dcp_names
 from headrace.checkpoint.state.tree import decode
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.store.open import open_store
@@ -111,12 +112,12 @@ def test_a_path_that_is_not_in_the_name_is_written_out(
     name: str, path: tuple[str | int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuts = document._cuts(name, path)
-    assert cuts is None or document._path_from_cuts(name, cuts) == path
+    assert cuts is None or dcp_names.path_from_cuts(name, cuts) == path
     for many in (document._MANY, 1):
         monkeypatch.setattr(document, "_MANY", many)
         tree = document.encode([name], {}, {name: path})[0]
-        assert document._of_dcp(decode(tree)).paths == {name: path}
-        assert document._of_dcp(decode(tree)).tensors == {name: name}
+        assert dcp_names.of_document(decode(tree)).paths == {name: path}
+        assert dcp_names.of_document(decode(tree)).tensors == {name: name}
 
 
 @pytest.mark.soak

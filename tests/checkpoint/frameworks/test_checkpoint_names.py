@@ -14,6 +14,7 @@ import pytest
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.frameworks.name_files import read_name, write_file
 from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.handle import Handle, Name
@@ -122,7 +123,7 @@ class Later:
         self.away: set[str] = set()
         self.over = False
 
-    def save_as(self, step: int, state: dict[str, Any], name: Name | None) -> Handle:
+    def save_as(self, step: int, state: dict[str, Any], name: Name | None, metadata: Metadata | None = None) -> Handle:
         attempt = Base(1, step, names.new_id())
         assert name is not None
         name.prepare(attempt)

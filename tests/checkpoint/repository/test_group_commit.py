@@ -104,6 +104,7 @@ class Job:
                 own_manifest=self.own.get(rank),
                 commit_timeout=TIMEOUT,
                 lease_seconds=60.0,
+                metadata={"rank": rank, "step": step},
             )
             process = Process(str(rank))
             self.simulation.start(self._one, rank, put, at=self.simulation.now + delay(rank), process=process)
@@ -190,6 +191,7 @@ def test_all_ranks_commit_one_step_in_three_groups_with_a_few_requests_each() ->
     assert {type(outcome) for outcome in job.outcomes.values()} == {dict}
     decision = job.run(lambda: read(job.store, names.decision(RUN, 1, 1, base.attempt), Decision))
     assert (decision.version, decision.world_size, len(decision.groups), decision.manifests) == (2, WORLD, 3, ())
+    assert decision.values() == {"rank": 0, "step": 1}
     assert contents(job, base) == WHOLE
     assert packs == WORLD
     assert requests - packs < 5 * WORLD
@@ -431,6 +433,8 @@ def test_one_process_can_commit_for_all_ranks() -> None:
     found = job.run(alone)
     assert found.attempt == base.attempt
     assert contents(job, base) == WHOLE
+    decision = job.run(lambda: read(job.store, names.decision(RUN, 1, 1, base.attempt), Decision))
+    assert decision.values() == {"rank": 0, "step": 1}
     assert job.run(alone).attempt == base.attempt
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from headrace.dataio.shards import export
 from headrace.dataio.shards.ingest import file_units
 from headrace.dataio.shards.tar import dali_index
 from headrace.dataio.store.base import Store
-from headrace.dataio.store.mounts import Mounts, url_of
+from headrace.dataio.store.mounts import MAX_MOUNTS, Mounts, url_of
 from headrace.dataio.store.open import open_store
 from tests.support import headrace_command
 from tests.support.written_media import write_clip, write_wav
@@ -127,7 +128,7 @@ def test_a_folder_is_a_sample(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_a_manifest_names_files_fields_and_captions(clips: Path, tmp_path: Path, kind: str) -> None:
     write_clip(tmp_path / "left.mp4", frames=3)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"path": str(clips / "a.mp4"), "key": "one", "caption": "first", "n": 1, "left": str(tmp_path / "left.mp4")},
         {"path": str(clips / "deep/b.mkv"), "key": "two", "caption": None, "n": 2, "left": None},
     ]
@@ -243,11 +244,9 @@ def test_braces_and_lists_name_files(clips: Path, tmp_path: Path) -> None:
 
 
 def test_more_buckets_than_a_dataset_can_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from headrace.dataio.shards.ingest import placement
-
     sound = write_wav(tmp_path / "x.wav").read_bytes()
     urls = []
-    for number in range(placement.MAX_MOUNTS):
+    for number in range(MAX_MOUNTS):
         with open_store(f"memory://many{number}") as store:
             store.put("x.wav", sound)
         urls.append(f"memory://many{number}/x.wav")
@@ -256,7 +255,7 @@ def test_more_buckets_than_a_dataset_can_name(tmp_path: Path, monkeypatch: pytes
         index(tmp_path / "rows.csv", tmp_path / "set", workers=1)
     (tmp_path / "rows.csv").write_text("path,key\n" + "\n".join(f"{url},k{n}" for n, url in enumerate(urls[1:])))
     with index(tmp_path / "rows.csv", tmp_path / "set", workers=1) as dataset:
-        assert len(dataset.document.mounts) == placement.MAX_MOUNTS
+        assert len(dataset.document.mounts) == MAX_MOUNTS
         assert {dataset.read(sample, "wav") for sample in dataset} == {sound}
 
 

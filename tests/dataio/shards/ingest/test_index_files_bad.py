@@ -13,8 +13,9 @@ import pytest
 from headrace.dataio import Dataset, index
 from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError, UsageError
-from headrace.dataio.shards.ingest import file_units, index_files
+from headrace.dataio.shards.ingest import file_units
 from headrace.dataio.shards.ingest.grouping import Group
+from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.media.messages import Failure
 from headrace.dataio.store.open import open_store
 from tests.support import headrace_command
@@ -178,14 +179,14 @@ def test_an_object_that_changes_while_it_is_indexed_is_skipped(
     with open_store(f"{s3_url}/media") as store:
         store.put("a.wav", sound)
         store.put("b.wav", sound)
-        original = index_files.gather
+        original = gather
 
         def gather_then_change(*arguments: object, **options: object) -> object:
             gathered = original(*arguments, **options)  # type: ignore[arg-type]
             store.put("b.wav", sound + b"more")
             return gathered
 
-        monkeypatch.setattr(index_files, "gather", gather_then_change)
+        monkeypatch.setattr("headrace.dataio.shards.ingest.index_files.gather", gather_then_change)
         with index(f"{s3_url}/media", f"{s3_url}/set", workers=1) as dataset:
             assert list(dataset.keys) == ["a"]
             assert "changed while" in skipped(dataset)["b.wav"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from headrace.dataio import Dataset, index
 from headrace.dataio.core import crashpoints
 from headrace.dataio.core.errors import ConflictError, CorruptionError, UnsupportedError, UsageError
 from headrace.dataio.shards.ingest import lerobot_plan, lerobot_videos
+from headrace.dataio.shards.ingest.index import FollowMemory
 from headrace.dataio.shards.ingest.index_files import FileOptions
 from headrace.dataio.shards.ingest.index_lerobot import LeRobotIndexer, is_lerobot_source
 from headrace.dataio.shards.ingest.lerobot_episodes import read_episodes
@@ -25,6 +28,7 @@ from headrace.dataio.shards.ingest.lerobot_units import lerobot_task
 from headrace.dataio.shards.ingest.report import PackReport
 from headrace.dataio.shards.ingest.stored_copies import copy_object
 from headrace.dataio.shards.pieces import Hasher
+from headrace.dataio.shards.sample import Sample
 from headrace.dataio.store.base import ObjectInfo, Store
 from headrace.dataio.store.open import open_store
 from tests.support import headrace_command, lerobot_set
@@ -304,14 +308,49 @@ def test_new_episodes_become_the_next_version(tmp_path: Path) -> None:
         index(tmp_path / "robot", tmp_path / "set", workers=1)
 
 
-def test_a_data_set_of_links_is_refused_and_not_taken_for_files(own: Path, tmp_path: Path) -> None:
+def linked(own: Path) -> Path:
+    """The data set as the cache of the Hub has it: a snapshot of links to files that are named by their digests."""
+    hub = own.parent / "hub" / "datasets--me--robot"
     for path in own.rglob("*"):
-        link = tmp_path / "linked" / path.relative_to(own)
         if path.is_file():
+            blob = hub / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+            link = hub / "snapshots" / "main" / path.relative_to(own)
+            blob.parent.mkdir(parents=True, exist_ok=True)
             link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(path)
-    with pytest.raises(UsageError, match="symbolic links"):
-        index(tmp_path / "linked", tmp_path / "set")
+            blob.write_bytes(path.read_bytes())
+            link.symlink_to(os.path.relpath(blob, link.parent))
+    return hub / "snapshots" / "main"
+
+
+def test_the_links_of_a_data_set_are_followed(own: Path, tmp_path: Path) -> None:
+    with index(own, tmp_path / "set", workers=1) as plain, index(linked(own), tmp_path / "linked", workers=1) as found:
+        assert [mount.url for mount in found.document.mounts] == [
+            "joined:",
+            f"file://{own.parent}/hub/datasets--me--robot",
+        ]
+        for one, other in zip(plain, found, strict=True):
+            assert described(one) == described(other)
+            assert all(plain.read(one, m.ext) == found.read(other, m.ext) for m in one.members)
+    (own.parent / "hub/datasets--me--robot/snapshots/main" / LeRobotSet().path_of(FRONT, 1)).unlink()
+    with index(own.parent / "hub/datasets--me--robot/snapshots/main", tmp_path / "part", workers=1) as part:
+        assert len(part) == 3
+        (missing,) = report_of(part).skipped
+        assert missing.path.endswith(f"snapshots/main/{LeRobotSet().path_of(FRONT, 1)}")
+
+
+def described(sample: Sample) -> object:
+    """The sample without its place."""
+    return sample.key, sample.video, sample.videos, sample.text, sample.fields, sample.duration
+
+
+def test_two_cameras_that_are_one_file_skip_the_episode(own: Path, tmp_path: Path) -> None:
+    folder = linked(own)
+    (folder / LeRobotSet().path_of(WRIST, 2)).unlink()
+    (folder / LeRobotSet().path_of(WRIST, 2)).symlink_to(os.path.realpath(folder / LeRobotSet().path_of(FRONT, 1)))
+    with index(folder, tmp_path / "set", workers=1) as dataset:
+        (skipped,) = report_of(dataset).skipped
+        assert skipped.path.endswith("episode_00000004")
+        assert skipped.reason == "the videos of two of its cameras are one file"
 
 
 @pytest.mark.parametrize("name", ["", "*", "{own,b}", "clip.mp4", "set.tar", "clips.csv"])
@@ -321,3 +360,31 @@ def test_only_one_folder_can_be_taken_for_a_data_set(own: Path, name: str) -> No
     assert is_lerobot_source([str(own)])
     assert is_lerobot_source([f"file://{own}"])
     assert not is_lerobot_source([str(own), str(own)])
+
+
+def test_an_episode_that_cannot_be_used_is_read_again_only_after_its_files_changed(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    video = own / LeRobotSet().path_of(FRONT, 1)
+    whole = video.read_bytes()
+    with index(own, tmp_path / "set", workers=1) as dataset:
+        assert len(dataset) == 5
+    video.write_bytes(whole[:-100])
+    follow = functools.partial(
+        index, own, tmp_path / "other", follow=True, workers=1, memory=FollowMemory(), trust_mounts=True
+    )
+    with follow() as dataset:
+        assert (dataset.version, len(dataset)) == (1, 3)
+    reads, copy = list[str](), copy_object
+
+    def recorded(store: Store, info: ObjectInfo, path: Path) -> Hasher:
+        reads.append(info.key)
+        return copy(store, info, path)
+
+    monkeypatch.setattr(lerobot_videos, "copy_object", recorded)
+    with follow() as dataset:
+        assert (dataset.version, report_of(dataset).skipped) == (1, ())
+    assert not reads
+    video.write_bytes(whole)
+    with follow() as dataset:
+        assert (dataset.version, report_of(dataset).samples, len(dataset)) == (2, 2, 5)

@@ -27,7 +27,7 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.core.imports import MissingExtraError
 from headrace.dataio.shards import tar
-from headrace.dataio.shards.ingest import index_tars, tar_scanner
+from headrace.dataio.shards.ingest import tar_scanner, unique_keys
 from headrace.dataio.shards.ingest.index_tars import IndexProgress
 from headrace.dataio.shards.ingest.sources import gather
 from headrace.dataio.shards.media.probe import probe
@@ -230,7 +230,7 @@ def test_a_compressed_tar_is_refused_by_its_content(
 def test_equal_keys_in_two_shards_are_refused_unless_the_shard_is_put_in_front(
     put: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: int
 ) -> None:
-    monkeypatch.setattr(index_tars, "MAX_HASHES", hashes)
+    monkeypatch.setattr(unique_keys, "MAX_HASHES", hashes)
     for shard in ("a/0.tar", "b/0.tar", "b/1.tar"):
         put(shard, [("./00.bin", shard.encode()), ("01.bin", b"1")])
     pattern = str(tmp_path / "from" / "{a,b}" / "*.tar")
@@ -246,7 +246,7 @@ def test_without_duckdb_many_keys_are_refused_early_and_finished_units_are_kept(
 ) -> None:
     for shard in "ab":
         put(f"{shard}.tar", [(f"{shard}.bin", b"1")])
-    monkeypatch.setattr(index_tars, "MAX_HASHES", 1)
+    monkeypatch.setattr(unique_keys, "MAX_HASHES", 1)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "duckdb", None)
         with pytest.raises(MissingExtraError, match=r"headrace\[sql\]"):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -220,9 +221,10 @@ def test_a_data_set_without_a_list_names_the_folder(store: Store) -> None:
         read(store)
 
 
-def test_version_2_has_one_file_for_each_episode(store: Store) -> None:
+@pytest.mark.parametrize("version", ["v2.0", "v2.1"])
+def test_version_2_has_one_file_for_each_episode(store: Store, version: str) -> None:
     data, video = "data/{episode_chunk:03d}/e_{episode_index:06d}.parquet", "v/{video_key}/{episode_index}.mp4"
-    put_info(store, codebase_version="v2.1", data_path=data, video_path=video, chunks_size=1)
+    put_info(store, codebase_version=version, data_path=data, video_path=video, chunks_size=1)
     lines = [{"episode_index": number, "tasks": ["pick"], "length": 10} for number in range(2)]
     store.put("meta/episodes.jsonl", b"".join(json.dumps(line).encode() + b"\n" for line in lines))
     assert read(store)[1] == Episode(
@@ -253,6 +255,8 @@ def test_episodes_are_divided_by_their_videos(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(lerobot_plan, "UNIT_ROWS", 1)
         assert len(plan(store).units) == 5
         assert plan(store) == plan(store)
+        sent = [msgspec.msgpack.decode(msgspec.msgpack.encode(unit), type=type(unit)) for unit in units]
+        assert sent == list(units)
         assert plan(store).name != plan(store, "other").name
 
 
@@ -292,3 +296,35 @@ def test_pages_bound_the_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -
     put_episodes(store, ROWS)
     with pytest.raises(CorruptionError, match="256 episodes take more than"):
         read(store)
+
+
+# --- the data sets of the tests
+
+
+def test_the_data_sets_of_the_tests_are_laid_out_as_lerobot_does(tmp_path: Path) -> None:
+    golden = Path(__file__).parents[3] / "golden" / "lerobot-0.4.4"
+    what = LeRobotSet(
+        lengths=(8, 11, 14), codecs={FRONT: "libx264", WRIST: "libx264"}, per_file={FRONT: 3, WRIST: 3, "data": 3}
+    )
+    lerobot_set.write(tmp_path, what)
+    names = {str(path.relative_to(golden)) for path in golden.rglob("*.*") if path.suffix != ".md"}
+    assert names == {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")}
+    ours, theirs = (json.loads((root / "meta/info.json").read_text()) for root in (tmp_path, golden))
+    sizes = {"data_files_size_in_mb", "video_files_size_in_mb"}
+    assert {**theirs, "features": {}} == {**theirs, **ours, "features": {}}
+    assert theirs.keys() - ours.keys() == sizes
+    assert ours["features"].keys() == theirs["features"].keys() - {"next.reward"}
+    for name, feature in ours["features"].items():
+        assert (feature["dtype"], feature["shape"]) == tuple(theirs["features"][name][k] for k in ("dtype", "shape"))
+    for name in (name for name in names if name.endswith(".parquet")):
+        found, expected = (pq.read_schema(root / name) for root in (tmp_path, golden))
+        for column in found.names:
+            if not column.startswith("stats/"):
+                assert str(found.field(column).type) == str(expected.field(column).type), f"{name}: {column}"
+    read = [[(e.index, e.length, e.data, e.windows) for e in _episodes(root)] for root in (tmp_path, golden)]
+    assert read[0] == read[1]
+
+
+def _episodes(root: Path) -> list[Episode]:
+    with open_store(str(root)) as store:
+        return read(store)

@@ -119,6 +119,18 @@ def test_rows_have_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         rows_of(tmp_path, 3)
 
 
+def test_a_column_of_very_many_equal_values_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lerobot_rows, "_GROUP_VALUES", 1_000_000)
+    path, count = tmp_path / "data.parquet", 3_000_000
+    lists = pa.ListArray.from_arrays(pa.array([0, count], pa.int32()), pa.array(np.zeros(count, bool)))
+    pq.write_table(pa.table({"episode_index": [0], "timestamp": [0.0], "many": lists}), path)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(CorruptionError, match=r"the column 'many\.list\.element' of row group 0 is too large"):
+        EpisodeRows(path, "data.parquet")
+
+
 def test_a_file_that_is_damaged_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     pq.write_table(pa.table(columns()), path)

@@ -15,7 +15,7 @@ import pytest
 
 from headrace.dataio import Dataset, index, pack, verify
 from headrace.dataio.core.errors import UnsupportedError, UsageError
-from headrace.dataio.shards.ingest import index_units
+from headrace.dataio.shards.ingest import file_units, index_units
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.statistics import summary
 from headrace.dataio.shards.units.engine import check_shareable
@@ -82,6 +82,21 @@ def test_indexing_on_ray_makes_the_dataset_that_one_process_makes(folder: Path, 
         assert by_ray.document.index == local.document.index
         assert by_ray.document.mounts == local.document.mounts
         assert not list(by_ray.store.list("packing/"))
+
+
+def test_indexing_files_on_ray_makes_the_dataset_that_one_process_makes(
+    folder: Path, results: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_units, "UNIT_OBJECTS", 4)
+    with (
+        index(folder / "in", folder / "local" / "files", workers=1) as local,
+        Dataset(folder / "ray" / "files", trust_mounts=True) as by_ray,
+    ):
+        assert len(local.document.shards) == 4
+        assert by_ray.document.shards == local.document.shards
+        assert by_ray.document.index == local.document.index
+        assert by_ray.document.mounts == local.document.mounts
+        assert [by_ray.read(s, "wav") for s in by_ray] == [local.read(s, "wav") for s in local]
 
 
 def test_verifying_on_ray_gives_the_report_that_one_process_gives(folder: Path, results: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Opening the mounts of a version: nothing stays open after an error."""
+"""Opening the mounts of a version: nothing stays open after an error, and the reserved mount is only for joined shards."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 
-from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import mounting
-from headrace.dataio.shards.versions.mounting import mount_of, with_mounts
+from headrace.dataio.shards.versions.mounting import (
+    JOINED_MOUNT,
+    how_to_open,
+    mount_of,
+    mounts_given_to,
+    with_mounts,
+)
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.mounts import Mounts
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrappers import Wrapper
 
@@ -51,3 +58,34 @@ def test_an_error_closes_the_mounts_that_were_opened_before_it(
         with pytest.raises(raised):
             with_mounts(store, document, False, {})
     assert [one.closed for one in opened] == [True]
+
+
+@pytest.mark.parametrize(
+    "mount",
+    [
+        versions.Mount(name="joined", url="file:///etc"),
+        versions.Mount(name="joined", url="s3://bucket"),
+        versions.Mount(name="joined", url="joined://x"),
+        versions.Mount(name="joined", url="joined:", options={"mounts": {}}),
+        versions.Mount(name="m1", url="joined:"),
+    ],
+    ids=lambda mount: f"{mount.name} {mount.url}",
+)
+@pytest.mark.parametrize("trust", [False, True])
+def test_the_reserved_mount_is_nothing_else(tmp_path: Path, mount: versions.Mount, trust: bool) -> None:
+    with open_store(tmp_path) as store:
+        document = versions.new_document("ds", (), (), version=1, parent=None, message="", mounts=(mount,))
+        with pytest.raises((CorruptionError, UnsupportedError)):
+            with_mounts(store, document, False, {}, trust)
+
+
+def test_joined_shards_need_no_trust(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        document = versions.new_document("ds", (), (), version=1, parent=None, message="", mounts=(JOINED_MOUNT,))
+        opened, owned = with_mounts(store, document, False, {})
+        assert isinstance(opened, Mounts)
+        assert opened.joined is not None
+        assert owned
+        assert with_mounts(opened, document, False, {}) == (opened, False)
+        assert mounts_given_to(opened) == [JOINED_MOUNT]
+        assert how_to_open(store.location, JOINED_MOUNT) == ""

@@ -1,0 +1,1 @@
+"""Copies steps to another repository, or to another run (docs/design/0045-copy.md)."""

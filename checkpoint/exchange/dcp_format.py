@@ -1,0 +1,103 @@
+"""The folder format of torch.distributed.checkpoint (DCP): `.metadata` and files with one small archive per entry.
+
+Writing `.metadata` means writing a pickle of DCP's own classes, because the format is one. It is never read here:
+a file of this kind can run code when it is loaded.
+Invariant: `.metadata` is the last file, so a folder that is incomplete cannot be loaded. Tensors that share memory in
+the state share their bytes in the folder.
+Failure behaviour: `UsageError` for two entries with one name.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from headrace.checkpoint.exchange import torch_format
+from headrace.checkpoint.exchange.output import OutputFile, Part
+from headrace.checkpoint.exchange.torch_format import TensorStub
+from headrace.dataio.core.errors import UsageError
+
+METADATA = ".metadata"
+_DATA = "__0_0.distcp"
+
+
+def output_files(state: Mapping[str, Any]) -> list[OutputFile]:
+    """The files for a nested state whose tensors are `TensorStub`s."""
+    flat, paths = _flattened(state)
+    parts: list[Part] = []
+    at, places = 0, dict[object, tuple[int, int]]()
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    entries: dict[str, Any] = {}
+    for name, value in flat.items():
+        key = _identity(value, name)
+        if key not in places:
+            padding = b"\0" * (-at % torch_format.ALIGN)
+            added = torch_format.parts(value, len(parts) + 1)
+            length = sum(len(part) for part in added)
+            parts += [padding, *added]
+            places[key] = at + len(padding), length
+            at += len(padding) + length
+        entries[name], index = _entry(name, value)
+        storage[index] = _StorageInfo(_DATA, *places[key])
+    meta = Metadata(entries, paths, storage, StorageMeta())
+    return [OutputFile(_DATA, parts, checksums=True), OutputFile(METADATA, [pickle.dumps(meta)])]
+
+
+def _flattened(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The entries by DCP's names, and their paths. DCP cuts a list if it holds tensors, so stand-ins must be tensors."""
+    stubs: dict[int, tuple[torch.Tensor, TensorStub]] = {}
+
+    def stand_in(node: Any) -> Any:
+        if isinstance(node, TensorStub):
+            tensor = torch.empty(0, device="meta")
+            stubs[id(tensor)] = tensor, node
+            return tensor
+        if isinstance(node, dict):
+            return {key: stand_in(value) for key, value in node.items()}
+        if isinstance(node, (list, tuple)) and not hasattr(node, "_fields"):
+            return type(node)([stand_in(value) for value in node])
+        return node
+
+    def back(node: Any) -> Any:
+        if isinstance(node, torch.Tensor):
+            return stubs[id(node)][1]
+        if isinstance(node, (list, tuple)) and type(node) in (list, tuple):
+            return type(node)(back(value) for value in node)
+        return node
+
+    try:
+        flat, paths = flatten_state_dict(stand_in(state))
+    except ValueError as error:
+        raise UsageError(f"DCP would give two entries one name: {error}", hint="rename or exclude one") from None
+    return {name: back(value) for name, value in flat.items()}, dict(paths)
+
+
+def _identity(value: object, name: str) -> object:
+    """Equal for tensors that are the same view of the same memory."""
+    if isinstance(value, TensorStub):
+        return id(value.storage), value.dtype, value.shape, value.stride, value.offset
+    return name
+
+
+def _entry(name: str, value: object) -> tuple[object, MetadataIndex]:
+    if not isinstance(value, TensorStub):
+        return BytesStorageMetadata(), MetadataIndex(name)
+    size = torch.Size(value.shape)
+    origin = torch.Size([0] * len(size))
+    properties = TensorProperties(dtype=getattr(torch, value.dtype))
+    chunks = [ChunkStorageMetadata(origin, size)]
+    return TensorStorageMetadata(properties, size, chunks), MetadataIndex(name, origin, 0)

@@ -1,0 +1,265 @@
+"""`import_checkpoint` saves a file or folder of another tool as a step.
+
+The step is a normal one: chunks are deduplicated, a lease protects the save, and one conditional write commits it.
+Invariant: an import never hides a step. It is refused if the run has the step or a newer one. A process that dies
+leaves no step.
+Failure behaviour: the errors of `sources`, before anything is stored. `ConflictError` if the run has a newer step, or if
+another trainer starts on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from headrace.checkpoint.exchange import entries, sources
+from headrace.checkpoint.exchange.entries import Rename
+from headrace.checkpoint.exchange.file_slices import FileSlices, MappedFiles
+from headrace.checkpoint.exchange.sources import Source
+from headrace.checkpoint.exchange.writing import Progress, Report
+from headrace.checkpoint.format import names
+from headrace.checkpoint.format.codec import COMPRESSIONS
+from headrace.checkpoint.lineage import Lineage
+from headrace.checkpoint.ranks import Ranks
+from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.saving import plan as plans
+from headrace.checkpoint.saving.arena import Arena
+from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.saving.plan import Event, PlanLocation, PutPlan
+from headrace.checkpoint.saving.slices import LEAST_BYTES
+from headrace.checkpoint.state.save_plan import PreparedSave, SavePlanner, flatten_state
+from headrace.dataio.core.errors import ConflictError, TransientError, UsageError, translate_os_errors
+from headrace.dataio.store.base import Store
+from headrace.dataio.store.open import open_store
+
+
+class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `import_checkpoint` saved.
+
+    - `format`: the format of the source: "safetensors", "hf" or "torch".
+    - `bytes_state`, `bytes_written`, `bytes_deduplicated`: as in `SaveResult`.
+    - `entries`: the names of the entries of the step. `tied`: names that share the values of another name.
+    """
+
+    run: str
+    step: int
+    format: str
+    tensors: int
+    bytes_state: int
+    bytes_written: int
+    bytes_deduplicated: int
+    entries: list[str]
+    tied: dict[str, str]
+
+
+class _Module(torch.nn.Module):
+    """Stands for the module whose tensors are imported."""
+
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        super().__init__()
+        self.imported = tensors
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return self.imported
+
+
+class _Optimizer(torch.optim.Optimizer):
+    """Stands for the optimizer whose state is imported."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.imported = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.imported
+
+
+def import_checkpoint(
+    source: str | os.PathLike[str],
+    url: str | os.PathLike[str] | Store,
+    *,
+    run: str,
+    step: int = 0,
+    entry: str = "model",
+    base: str | tuple[str, int] | None = None,
+    rename: Rename = None,
+    compression: str = "none",
+    progress: Report | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> ImportReport:
+    """Save a file or folder of another tool as a step. Memory does not grow with its size.
+
+    These are recognised: safetensors files, folders of Hugging Face models, and files of `torch.save`. Tensors by name
+    become one module at `entry`. In a nested dict of `torch.save`, dicts of tensors become modules and dicts with
+    `param_groups` become optimizers.
+
+    Args:
+        source (str | os.PathLike[str]): The file or folder.
+        url (str | os.PathLike[str] | Store): The repository: a path, `s3://bucket/prefix`, or an open `Store`.
+        run (str): The run's name.
+        step (int): The number of the new step. It must be newer than all steps of the run. Default: 0.
+        entry (str): The name of the entry of the state for tensors without a structure. Default: "model".
+        base (str | tuple[str, int] | None): Another run, or a step of one, of this repository. Chunks that it has are
+            not stored again. Default: None.
+        rename (Mapping[str, str] | Callable[[str], str] | None): New names of the tensors, as for `export`. In a nested
+            dict they are paths with slashes. Default: None.
+        compression (str): "none", "zstd", "auto" or "delta", as for `Checkpointer`. Default: "none".
+        progress (Callable[[Progress], object] | None): Called with the bytes that are stored. Default: None.
+        storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
+
+    Returns:
+        ImportReport: The step and its sizes.
+
+    Raises:
+        NotFoundError: The source does not exist.
+        UsageError: The source is not recognised, or an argument is invalid.
+        UnsupportedError: The source can run code when it is loaded.
+        CorruptionError: The source is damaged or cut off.
+        ConflictError: The run has this step or a newer one.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from headrace.checkpoint import Checkpointer, import_checkpoint
+        >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 2)
+        >>> torch.save(model.state_dict(), f"{folder}/model.pt")
+        >>> report = import_checkpoint(f"{folder}/model.pt", f"{folder}/repository", run="start")
+        >>> with Checkpointer(f"{folder}/repository", run="start", sidecar=None) as checkpointer:
+        ...     checkpointer.restore({"model": model})
+        0
+    """
+    _check(run, step, entry, compression, rename)
+    path = Path(source)
+    with contextlib.ExitStack() as stack:
+        with translate_os_errors(f"reading {path}"):
+            found = sources.open_source(path, stack)
+        state = _state(found, entry, rename)
+        store = url if isinstance(url, Store) else stack.enter_context(open_store(url, storage_options=storage_options))
+        _require_newest(store, run, step)
+        flat = SavePlanner().known(flatten_state(state))
+        prepared = SavePlanner().prepare(flat, Ranks(0, 1))
+        with translate_os_errors(f"reading {path}"):
+            lineage = Lineage(store, run, base)
+            stack.callback(lineage.close)
+            files = MappedFiles(found.files)
+            result = _commit(store, lineage, run, step, prepared, files, compression, _emitter(path.name, progress))
+    sizes = {key: msgspec.convert(result[key], int) for key in ("bytes_state", "bytes_written", "bytes_deduplicated")}
+    return ImportReport(
+        run=run,
+        step=step,
+        format=found.format,
+        tensors=len({spec.name for spec in prepared.specs}),
+        entries=[str(key) for key in state],
+        tied=found.tied,
+        **sizes,
+    )
+
+
+def _check(run: str, step: int, entry: str, compression: str, rename: Rename) -> None:
+    names.check_run(run)
+    names.check_step(step)
+    if not entry:
+        raise UsageError("entry is empty", hint='name the entry of the state, such as "model"')
+    if compression not in COMPRESSIONS:
+        raise UsageError(f"compression is {compression!r:.60}", hint=f"choose one of: {', '.join(COMPRESSIONS)}")
+    if rename is not None and not callable(rename):
+        entries.check_rules(rename)
+
+
+def _state(found: Source, entry: str, rename: Rename) -> dict[Any, Any]:
+    """The state to save."""
+    tensors = found.state | {name: found.state[kept] for name, kept in found.tied.items()}
+    if found.is_flat:
+        return {entry: _Module(_renamed(tensors, rename))}
+    if rename is not None:
+        tensors = entries.nested(entries.leaves(tensors, lists=False), rename)
+    return {key: _typed(value) for key, value in tensors.items()}
+
+
+def _renamed(tensors: dict[str, Any], rename: Rename) -> dict[str, Any]:
+    renaming = entries.Renaming(rename)
+    new = {name: renaming.of(name) for name in tensors}
+    renaming.require_used()
+    for name, count in Counter(new.values()).items():
+        if count > 1:
+            one, other = [old for old, each in new.items() if each == name][:2]
+            raise entries.collision(one, other, name)
+    return {new[name]: tensor for name, tensor in tensors.items()}
+
+
+def _typed(value: Any) -> Any:
+    """A dict of tensors as a module, and the state of an optimizer as an optimizer."""
+    if not isinstance(value, dict) or not value:
+        return value
+    if all(isinstance(key, str) and isinstance(each, torch.Tensor) for key, each in value.items()):
+        return _Module(value)
+    if value.keys() == {"state", "param_groups"} and isinstance(value["param_groups"], list):
+        return _Optimizer(value)
+    return value
+
+
+def _require_newest(store: Store, run: str, step: int) -> None:
+    """Refuse a step that is not newer than the newest step of the run. Saving it would hide newer steps."""
+    if repository.read_repo(store) is None:
+        return
+    latest = repository.find(store, run, "latest")
+    if latest is not None and latest.step >= step:
+        raise ConflictError(
+            f"run {run} has step {latest.step}, so step {step} is not imported",
+            hint="import into a run of its own, or give a newer step",
+        )
+
+
+def _commit(
+    store: Store,
+    lineage: Lineage,
+    run: str,
+    step: int,
+    prepared: PreparedSave,
+    files: MappedFiles,
+    compression: str,
+    emit: Callable[[Event], None],
+) -> dict[str, object]:
+    """Save the tensors as `Checkpointer.save` does, from the files."""
+    arena = Arena(LEAST_BYTES)
+    sliced: FileSlices | None = None
+    try:
+        ticket = lineage.new_ticket(step)
+        if not ticket.timeline:
+            raise TransientError(f"step {step} is not imported: {ticket.store_error}", hint="try again")
+        plan = PutPlan(
+            location=PlanLocation(store.location.url, dict(store.location.options)),
+            run=run,
+            timeline=ticket.timeline,
+            step=step,
+            attempt=ticket.attempt,
+            rank=0,
+            world_size=1,
+            bases=ticket.bases,
+            tensors=plans.plan_tensors(prepared.specs, prepared.layout),
+            small_bytes=prepared.layout.small_bytes,
+            tree=prepared.tree,
+            replicas=prepared.replicas,
+            compression=compression,
+        )
+        sliced = FileSlices(files, arena, prepared.tensors, specs=prepared.specs, layout=prepared.layout)
+        return commit_staged(sliced, plan, emit, store=store)
+    finally:
+        if sliced is not None:
+            sliced.cancel()
+        arena.close()
+
+
+def _emitter(name: str, progress: Report | None) -> Callable[[Event], None]:
+    """Passes the worker's progress on."""
+
+    def emit(event: Event) -> None:
+        if progress is not None and isinstance(event, plans.Progress):
+            progress(Progress(event.done, event.total, name))
+
+    return emit

@@ -1,0 +1,317 @@
+"""Recognises files and folders of other tools, and describes their contents without reading the tensors.
+
+- a safetensors file, or a folder with one, or with shards and their index (`model.safetensors.index.json`)
+- a file of `torch.save`, or a folder with `pytorch_model.bin`, or with shards of it and their index
+
+A tensor of a `Source` is a view of a mapped file. It is not read through the map: `FileSlices`
+finds its place in the file, and reads it from there.
+Invariant: no pickled code runs. Files of `torch.save` are read with `weights_only=True`. A folder of
+torch.distributed.checkpoint is refused, because its `.metadata` is a pickle that can run code. An index names only files
+of its own folder. A link in a folder leads only into that folder, or into the blobs of a Hugging Face cache.
+Failure behaviour: `UsageError` for a source that is not recognised, `UnsupportedError` for one that would run code,
+`CorruptionError` for a damaged one. Each names the file and the next step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import pickle
+import re
+import stat
+import warnings
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.checkpoint.exchange import dcp_format, safetensors_format
+from headrace.checkpoint.exchange.safetensors_format import INDEX_SUFFIX, StoredTensor
+from headrace.checkpoint.state.tensors import empty
+from headrace.checkpoint.state.tree import MAX_DEPTH, join
+from headrace.dataio.core.errors import (
+    CapacityError,
+    CorruptionError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from headrace.dataio.core.limits import MIB
+
+_MAX_INDEX = 64 * MIB
+_MAX_STRUCTURE = 256 * MIB
+"""The largest `data.pkl` of a torch file."""
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_DCP_HINT = (
+    "convert it where you trust it, and import the file: "
+    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE"
+)
+_CODE_HINT = (
+    "load it where you trust its author, and save only tensors and plain values: torch.save(model.state_dict())"
+)
+
+
+@dataclass
+class Source:
+    """What is imported. `state` is the nested state, or tensors by name if `is_flat`.
+
+    `files`: open files by (device, inode). `format`: "safetensors", "hf" or "torch".
+    """
+
+    format: str
+    state: dict[Any, Any]
+    is_flat: bool
+    files: dict[tuple[int, int], int]
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+def open_source(path: Path, stack: contextlib.ExitStack) -> Source:
+    """Recognise a file or folder. Its files stay open until `stack` is closed."""
+    if not path.exists():
+        raise NotFoundError(f"{path} does not exist", hint="check the path; a model of a hub must be downloaded first")
+    files = _Files(stack)
+    if path.is_dir():
+        return _of_folder(path, files)
+    if not path.is_file():
+        raise UsageError(f"{path} is not a regular file", hint="give a file or a folder")
+    if _is_zip(path):
+        return _of_torch(path, files)
+    if path.name.endswith(INDEX_SUFFIX):
+        return _of_folder(path.parent, files, path.name)
+    if path.suffix in _TORCH_SUFFIXES:
+        raise _not_a_zip(path)
+    return _of_safetensors("safetensors", [path], files)
+
+
+class _Files:
+    """Opens and maps files. `opened`: their descriptors by (device, inode)."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self.opened: dict[tuple[int, int], int] = {}
+
+    def open(self, path: Path) -> int:
+        """Open a regular file for reading."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        self._stack.callback(os.close, fd)
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):
+            raise UsageError(f"{path} is not a regular file", hint="give a file or a folder")
+        self.opened[about.st_dev, about.st_ino] = fd
+        return fd
+
+
+def _of_folder(folder: Path, files: _Files, index: str = "") -> Source:
+    names = sorted(os.listdir(folder))
+    if dcp_format.METADATA in names and not index:
+        raise UnsupportedError(
+            f"{folder} is a folder of torch.distributed.checkpoint, whose .metadata is a pickle that can run code",
+            hint=_DCP_HINT,
+        )
+    indexes = [index] if index else [name for name in names if name.endswith(INDEX_SUFFIX)]
+    single = [name for name in names if name.endswith(".safetensors")]
+    if len(indexes) == 1:
+        return _of_safetensors("hf", *_indexed(folder, indexes[0], files))
+    if "model.safetensors" in single or len(single) == 1:
+        name = "model.safetensors" if "model.safetensors" in single else single[0]
+        return _of_safetensors("hf", [_inside(folder, name)], files)
+    if "pytorch_model.bin.index.json" in names:
+        return _of_bins(folder, files)
+    if "pytorch_model.bin" in names:
+        return _of_torch(_inside(folder, "pytorch_model.bin"), files)
+    found = ", ".join(names[:8]) or "nothing"
+    raise UsageError(
+        f"{folder} is not recognised: it has no single safetensors index or file, and no pytorch_model.bin ({found})",
+        hint="give the file itself, or the folder of one model",
+    )
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of this name in the folder. A name with a path, and a link that leads elsewhere, are refused."""
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise CorruptionError(
+            f"{folder}: the index names {name!r:.200}, which is not a file of this folder", hint="download it again"
+        )
+    path = folder / name
+    if not path.exists():
+        raise NotFoundError(f"{path} does not exist", hint="a shard is missing: download it again")
+    real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    allowed = [home] + ([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])
+    if real.parent not in allowed:
+        raise UsageError(
+            f"{path} is a link to {real}, outside its folder", hint="give that file itself, if you trust the link"
+        )
+    return real
+
+
+def _read_index(folder: Path, name: str) -> dict[str, str]:
+    """The file of each tensor, as an index says it."""
+    path = _inside(folder, name)
+    if path.stat().st_size > _MAX_INDEX:
+        raise CorruptionError(f"{path} has more than {_MAX_INDEX} bytes", hint="download it again")
+    try:
+        places = json.loads(path.read_bytes())["weight_map"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CorruptionError(f"{path} is not an index: {error!s:.200}", hint="download it again") from None
+    if not isinstance(places, dict) or not places or not all(isinstance(each, str) for each in places.values()):
+        raise CorruptionError(f"{path} is not an index: weight_map is malformed", hint="download it again")
+    return places
+
+
+def _indexed(folder: Path, index: str, files: _Files) -> tuple[list[Path], _Files, dict[str, str]]:
+    places = _read_index(folder, index)
+    return [_inside(folder, name) for name in dict.fromkeys(places.values())], files, places
+
+
+def _of_safetensors(format: str, paths: list[Path], files: _Files, places: dict[str, str] | None = None) -> Source:
+    tensors: dict[Any, Any] = {}
+    metadata: dict[str, str] = {}
+    shards = list(dict.fromkeys(places.values())) if places is not None else [path.name for path in paths]
+    for path, shard in zip(paths, shards, strict=True):
+        fd = files.open(path)
+        header = safetensors_format.read_header(fd, str(path))
+        _check_shard(path, header.tensors, tensors, places, shard)
+        tensors |= _mapped(fd, header.tensors)
+        metadata |= header.metadata
+    if not tensors:
+        raise UsageError(f"{paths[0]} holds no tensors", hint="give another file")
+    tied = {name: kept for name, kept in metadata.items() if kept in tensors and name not in tensors}
+    return Source(format, tensors, True, files.opened, tied)
+
+
+def _check_shard(
+    path: Path, found: list[StoredTensor], before: dict[Any, Any], places: dict[str, str] | None, shard: str
+) -> None:
+    """Compare the tensors of a shard with the index, and with earlier shards."""
+    names = {tensor.name for tensor in found}
+    if repeated := sorted(names & before.keys()):
+        raise CorruptionError(f"{path}: tensor {repeated[0]!r:.200} is in another shard too", hint="download it again")
+    if places is not None:
+        expected = {name for name, file in places.items() if file == shard}
+        if expected != names:
+            name = sorted(expected ^ names)[0]
+            raise CorruptionError(
+                f"{path}: the index and the shard disagree about tensor {name!r:.200}", hint="download all files again"
+            )
+
+
+def _mapped(fd: int, found: list[StoredTensor]) -> dict[str, torch.Tensor]:
+    """The tensors as views of the mapped file. The map is read-only, so a file may be larger than the memory."""
+    memory = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ)
+    tensors = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        for tensor in found:
+            dtype: torch.dtype = getattr(torch, tensor.dtype)
+            if tensor.nbytes:
+                flat = torch.frombuffer(memory, dtype=dtype, count=tensor.nbytes // dtype.itemsize, offset=tensor.at)
+                tensors[tensor.name] = flat.view(tensor.shape)
+            else:
+                tensors[tensor.name] = empty(dtype, tensor.shape)
+    return tensors
+
+
+def _of_torch(path: Path, files: _Files) -> Source:
+    state, is_flat = _load_torch(path, files)
+    return Source("torch", state, is_flat, files.opened)
+
+
+def _of_bins(folder: Path, files: _Files) -> Source:
+    places = _read_index(folder, "pytorch_model.bin.index.json")
+    state: dict[Any, Any] = {}
+    for name in dict.fromkeys(places.values()):
+        path = _inside(folder, name)
+        shard, is_flat = _load_torch(path, files)
+        if not is_flat or state.keys() & shard.keys():
+            raise CorruptionError(f"{path}: not a shard of tensors, or one is in another shard too", hint=_CODE_HINT)
+        state |= shard
+    if state.keys() != places.keys():
+        name = sorted(map(str, state.keys() ^ places.keys()))[0]
+        raise CorruptionError(
+            f"{folder}: the index and the shards disagree about tensor {name!r:.200}", hint="download all files again"
+        )
+    return Source("torch", state, True, files.opened)
+
+
+def _is_zip(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def _not_a_zip(path: Path) -> UnsupportedError:
+    return UnsupportedError(
+        f"{path} is not in the zip format that torch.save has written since torch 1.6",
+        hint="load it where you trust its author, and write it again with torch.save",
+    )
+
+
+def _load_torch(path: Path, files: _Files) -> tuple[dict[Any, Any], bool]:
+    """The contents of a torch file, whose tensors are views of the mapped file, and whether all are tensors by name."""
+    if not _is_zip(path):
+        raise _not_a_zip(path)
+    _check_archive(path)
+    files.open(path)
+    try:
+        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise _refused(path, str(error)) from None
+    except OSError:
+        raise
+    except Exception as error:  # a damaged structure can fail anywhere in torch
+        if "Cannot allocate memory" in str(error):  # torch maps files in a way that reserves memory for all of them
+            problem = f"{path} cannot be mapped: {error!s:.300}"
+            raise CapacityError(
+                problem, hint="use a machine with more memory, or save the tensors as safetensors"
+            ) from None
+        raise CorruptionError(f"{path} cannot be read: {error!s:.300}", hint="copy or download it again") from None
+    if not isinstance(loaded, dict) or not loaded:
+        raise UsageError(f"{path} holds a {type(loaded).__name__}", hint='save a dict, such as {"model": state_dict}')
+    _check_tensors(loaded, "", str(path), 0)
+    is_flat = all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items())
+    return dict(loaded), is_flat
+
+
+def _check_tensors(value: Any, path: str, file: str, depth: int) -> None:
+    """Refuse tensors that are larger than their bytes in the file, and a structure that is nested too deep."""
+    if depth > MAX_DEPTH:
+        raise UsageError(f"{file}: {path[:200]} is nested deeper than {MAX_DEPTH}", hint="save a flatter dict")
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
+        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
+            raise UnsupportedError(
+                f"{file}: elements of the tensor {path!r:.200} share memory", hint="save clone() of it instead"
+            )
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _check_tensors(inner, join(path, key), file, depth + 1)
+    elif isinstance(value, (list, tuple, set)):
+        for number, inner in enumerate(value):
+            _check_tensors(inner, join(path, number), file, depth + 1)
+
+
+def _check_archive(path: Path) -> None:
+    """Check a torch file before torch reads it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            if len(infos) != len(archive.infolist()):
+                raise CorruptionError(f"{path} has two records of one name", hint="copy or download it again")
+            structure, order = infos.get("data.pkl"), infos.get("byteorder")
+            if structure is None or structure.file_size > _MAX_STRUCTURE:
+                raise UsageError(f"{path} is not a file of torch.save", hint="TorchScript archives are not imported")
+            if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
+                raise UsageError(f"{path} has compressed records", hint="write it again with torch.save")
+            if order is not None and archive.read(order) != b"little":
+                raise UnsupportedError(f"{path} was written on a big-endian machine", hint="write it again on this one")
+    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError) as error:
+        problem = f"{path} is cut off or damaged: {error!s:.200}"
+        raise CorruptionError(problem, hint="copy or download it again") from None
+
+
+def _refused(path: Path, message: str) -> UnsupportedError:
+    found = re.search(r"GLOBAL ([\w.]+)", message)
+    what = f"the code {found[1]}" if found else "something that weights_only=True does not read"
+    return UnsupportedError(f"{path} needs {what}: files that can run code are not imported", hint=_CODE_HINT)

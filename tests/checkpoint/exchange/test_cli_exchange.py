@@ -1,0 +1,87 @@
+"""`headrace ckpt export` and `headrace ckpt import`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.checkpoint import Checkpointer
+from headrace.dataio.cli import main
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> str:
+    with Checkpointer(tmp_path / "r", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(7, {"model": torch.nn.Linear(4, 3), "epoch": 2}).result(60)
+    return str(tmp_path / "r")
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> str:
+    assert main(["ckpt", *map(str, arguments)]) == code
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def test_export_then_import(tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = said(capsys, "export", repository, "--run", "exp", "--step", 7, tmp_path / "m", "--format", "hf")
+    assert "step 7 of exp: 2 tensors in 1 file of format hf" in out
+    assert "epoch" in out
+    out = said(capsys, "import", tmp_path / "m", repository, "--run", "new", "--step", 0, "--base", "exp")
+    assert "step 0 of new: 2 tensors in the entries model" in out
+    assert "step        0" in said(capsys, "ls", repository)
+    assert "clean" in said(capsys, "check", repository)
+    out = said(capsys, "export", repository, tmp_path / "m", "--run", "exp", code=2)
+    assert "exists already" in out
+    assert "--overwrite" in out
+    said(capsys, "export", repository, tmp_path / "m", "--run", "exp", "--overwrite")
+
+
+def test_json_tags_and_options(tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "tag", repository, "best", "--run", "exp", "--step", 7)
+    rules = tmp_path / "rules.toml"
+    rules.write_text('"weight" = "kernel"\n')
+    options: list[Any] = ["--run", "exp", "--step", "tag:best", "--dtype", "bf16", "--rename", rules, "--json"]
+    report = json.loads(
+        said(
+            capsys, "export", repository, tmp_path / "m", *options, "--exclude", "model/bias", "--max-shard-size", "1MB"
+        )
+    )
+    assert (report["step"], report["tensors"], report["left_out"]) == (7, 1, ["model/bias", "epoch"])
+    found = safetensors.load_file(tmp_path / "m" / "model.safetensors")
+    assert list(found) == ["kernel"]
+    assert found["kernel"].dtype == torch.bfloat16
+    rules = tmp_path / "rules.json"
+    rules.write_text('{"kernel": "weight"}')
+    report = json.loads(
+        said(capsys, "import", tmp_path / "m", repository, "--run", "n", "--rename", rules, "--json", "--entry", "net")
+    )
+    assert (report["format"], report["entries"], report["tensors"]) == ("hf", ["net"], 1)
+
+
+def test_mistakes_are_errors_with_the_next_step(
+    tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "export needs --run" in said(capsys, "export", repository, tmp_path / "m", code=2)
+    assert "import needs --run" in said(capsys, "import", tmp_path / "m", repository, code=2)
+    assert "does not exist" in said(capsys, "import", tmp_path / "m", repository, "--run", "n", code=2)
+    for text in ("[1]", "{", '{"a": 1}'):
+        (tmp_path / "rules.json").write_text(text)
+        out = said(
+            capsys, "export", repository, tmp_path / "m", "--run", "exp", "--rename", tmp_path / "rules.json", code=2
+        )
+        assert "rules.json" in out or "rename maps 'a' to 1" in out
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_help_of_ckpt_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; from headrace.dataio.cli import main; main(['ckpt', 'export', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "--max-shard-size" in done.stdout, done.stderr

@@ -1,0 +1,378 @@
+"""Imports: files of other tools become steps that restore bit by bit; hostile and damaged files are refused by name."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from headrace.checkpoint import Checkpointer, export, import_checkpoint, read
+from headrace.checkpoint.exchange.importing import ImportReport
+from headrace.checkpoint.repository import check
+from headrace.dataio.core.errors import (
+    ConflictError,
+    CorruptionError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from headrace.dataio.store.open import open_store
+
+safetensors = pytest.importorskip("safetensors.torch")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def made(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Embedding(60, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 60, bias=False))
+    model[2].weight = model[0].weight
+    return model.bfloat16()
+
+
+def same(one: torch.nn.Module, two: torch.nn.Module) -> bool:
+    states = one.state_dict(), two.state_dict()
+    return states[0].keys() == states[1].keys() and all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+def restored(repository: Path, run: str, state: dict[str, Any]) -> None:
+    with Checkpointer(repository, run=run, sidecar=None) as checkpointer:
+        assert checkpointer.restore(state) == 0
+
+
+def imported(source: Path, repository: Path, **options: Any) -> ImportReport:
+    return import_checkpoint(source, repository, run="in", **options)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "shards", "index"])
+def test_safetensors_are_restored_into_a_tied_model(tmp_path: Path, kind: str) -> None:
+    model, source = made(), tmp_path / "m"
+    with Checkpointer(tmp_path / "a", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, {"model": model}).result(60)
+    export(tmp_path / "a", source, run="exp", max_shard_size=100 if kind in ("shards", "index") else None)
+    given = {"file": source / "model.safetensors", "index": source / "model.safetensors.index.json"}.get(kind, source)
+    report = imported(given, tmp_path / "r")
+    assert (report.tensors, report.tied) == (3, {"2.weight": "0.weight"})
+    other = made(1)
+    restored(tmp_path / "r", "in", {"model": other})
+    assert same(model, other)
+    with open_store(tmp_path / "r") as store:
+        assert check.check(store, None).clean
+
+
+def test_a_tied_weight_that_a_file_holds_once_is_restored(tmp_path: Path) -> None:
+    model, other = made(), made(1)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "2.weight"}
+    safetensors.save_file(state, tmp_path / "m.safetensors")  # no metadata says which name is missing
+    imported(tmp_path / "m.safetensors", tmp_path / "r")
+    restored(tmp_path / "r", "in", {"model": other})
+    assert same(model, other)
+
+
+@pytest.mark.parametrize("name", ["m.pt", "folder"])
+def test_torch_files_are_restored_with_optimizer_and_values(tmp_path: Path, name: str) -> None:
+    model = made()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(9)).float().sum().backward()
+    optimizer.step()
+    content: Any = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "args": {"lr": 0.1}}
+    source = tmp_path / name
+    if name == "folder":
+        source.mkdir()
+        content = model.state_dict()
+        torch.save(content, source / "pytorch_model.bin")
+        (source / "config.json").write_text("{}")
+    else:
+        torch.save(content, source)
+    imported(source, tmp_path / "r")
+    other = made(1)
+    state: dict[str, Any] = {"model": other}
+    if name != "folder":
+        state |= {"optimizer": torch.optim.AdamW(other.parameters()), "epoch": 0, "args": {"lr": 0.0}}
+    restored(tmp_path / "r", "in", state)
+    assert same(model, other)
+    if name != "folder":
+        slots = state["optimizer"].state_dict()["state"]
+        assert all(torch.equal(slots[i]["exp_avg"], optimizer.state_dict()["state"][i]["exp_avg"]) for i in slots)
+        assert (state["epoch"], state["args"]) == (3, {"lr": 0.1})
+
+
+def test_shards_of_pytorch_model_bin_are_joined(tmp_path: Path) -> None:
+    places = {}
+    for number in (1, 2):
+        name = f"pytorch_model-{number:05d}-of-00002.bin"
+        torch.save({f"w{number}": torch.full((3,), float(number))}, tmp_path / name)
+        places[f"w{number}"] = name
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    imported(tmp_path, tmp_path / "r")
+    with read(tmp_path / "r", run="in") as step:
+        assert torch.equal(step["model/w2"].read(), torch.full((3,), 2.0))
+
+
+def test_names_entry_and_base(tmp_path: Path) -> None:
+    safetensors.save_file({"module.a": torch.arange(100_000), "module.b": torch.ones(2)}, tmp_path / "m.safetensors")
+    imported(tmp_path / "m.safetensors", tmp_path / "r", entry="teacher", rename={"module.": ""})
+    with read(tmp_path / "r", run="in", step=0) as step:
+        assert list(step) == ["teacher/a", "teacher/b"]
+    report = import_checkpoint(tmp_path / "m.safetensors", tmp_path / "r", run="two", step=5, base="in")
+    assert report.bytes_written == 0
+    assert report.bytes_deduplicated > 800_000
+    with pytest.raises(UsageError, match=r"module.a and module.b would both be called 'x'"):
+        imported(tmp_path / "m.safetensors", tmp_path / "r", step=1, rename=lambda name: "x")
+    with pytest.raises(UsageError, match="rules without a match: 'q'"):
+        imported(tmp_path / "m.safetensors", tmp_path / "r", step=1, rename={"q": ""})
+    with pytest.raises(UsageError, match="entry is empty"):
+        imported(tmp_path / "m.safetensors", tmp_path / "r", step=1, entry="")
+
+
+def test_an_import_never_hides_a_step(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
+    with Checkpointer(tmp_path / "r", run="in", sidecar=None) as checkpointer:
+        checkpointer.save(10, {"w": torch.zeros(3)}).result(60)
+    for step in (0, 10):
+        with pytest.raises(ConflictError, match=f"run in has step 10, so step {step} is not imported"):
+            imported(tmp_path / "m.pt", tmp_path / "r", step=step)
+    imported(tmp_path / "m.pt", tmp_path / "r", step=11)
+    with Checkpointer(tmp_path / "r", run="in", sidecar=None) as checkpointer:
+        assert checkpointer.steps() == [10, 11]
+
+
+def test_views_that_share_memory_are_stored_once(tmp_path: Path) -> None:
+    base = torch.arange(100_000)
+    torch.save({"a": base[:80_000], "b": base[20_000:], "t": base[:90_000].view(300, 300).t()}, tmp_path / "m.pt")
+    report = imported(tmp_path / "m.pt", tmp_path / "r")
+    assert report.bytes_state == base.nbytes
+    state = {"a": torch.zeros(80_000).long(), "b": torch.zeros(80_000).long(), "t": torch.zeros(300, 300).long()}
+    restored(tmp_path / "r", "in", {"model": state})
+    assert torch.equal(state["b"], base[20_000:])
+    assert torch.equal(state["t"], base[:90_000].view(300, 300).t())
+
+
+# what is refused
+
+
+def packed(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def entry(first: int, last: int, shape: list[Any], dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [first, last]}
+
+
+HOSTILE = {
+    "empty": b"",
+    "header of a terabyte": packed({}, length=1 << 40),
+    "header beyond the end": packed({"a": entry(0, 4, [1])}, b"1234", length=1 << 20),
+    "header of two to the 64": packed({}, length=(1 << 64) - 1),
+    "not json": packed(b"{'a': 1}"),
+    "not utf-8": packed(b'{"\xff": {}}'),
+    "depth bomb": packed(b"[" * 100_000),
+    "a list": packed([1]),
+    "name twice": packed(b'{"a":%b,"a":%b}' % ((json.dumps(entry(0, 4, [1])).encode(),) * 2), b"1234"),
+    "overlap": packed({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, bytes(12)),
+    "gap": packed({"a": entry(0, 4, [1]), "b": entry(8, 12, [1])}, bytes(12)),
+    "first gap": packed({"a": entry(4, 8, [1])}, bytes(8)),
+    "same bytes": packed({"a": entry(0, 8, [2]), "b": entry(0, 8, [2])}, bytes(8)),
+    "beyond the end": packed({"a": entry(0, 1 << 40, [1 << 38])}, bytes(8)),
+    "trailing bytes": packed({"a": entry(0, 4, [1])}, bytes(12)),
+    "cut off": packed({"a": entry(0, 400, [100])}, bytes(399)),
+    "size is not that of the shape": packed({"a": entry(0, 8, [3])}, bytes(8)),
+    "negative size": packed({"a": entry(8, 4, [-1])}, bytes(8)),
+    "negative shape": packed({"a": entry(0, 4, [-1, -1])}, bytes(4)),
+    "shape that overflows": packed({"a": entry(0, 0, [1 << 61, 1 << 61, 0])}, b""),
+    "shape of booleans": packed({"a": entry(0, 4, [True])}, bytes(4)),
+    "shape of floats": packed({"a": entry(0, 4, [1.0])}, bytes(4)),
+    "sixty-five dimensions": packed({"a": entry(0, 4, [1] * 65)}, bytes(4)),
+    "no shape": packed({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, bytes(4)),
+    "entry is a text": packed({"a": "b"}),
+    "unknown type": packed({"a": entry(0, 4, [1], "F7")}, bytes(4)),
+    "type is a list": packed({"a": entry(0, 4, [1]) | {"dtype": []}}, bytes(4)),
+    "metadata is a list": packed({"__metadata__": []}),
+    "metadata of numbers": packed({"__metadata__": {"a": 1}}),
+    "lone surrogate": packed(b'{"\\ud800":' + json.dumps(entry(0, 4, [1])).encode() + b"}", bytes(4)),
+    "no tensors": packed({}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_safetensors_are_refused_and_nothing_is_stored(tmp_path: Path, name: str) -> None:
+    source = tmp_path / "m.safetensors"
+    source.write_bytes(HOSTILE[name])
+    with pytest.raises((CorruptionError, UnsupportedError, UsageError), match=r"m.safetensors"):
+        imported(source, tmp_path / "r")
+    assert not (tmp_path / "r" / "runs").exists()
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch /tmp/headrace-was-here",)
+
+
+def test_pickled_code_is_named_and_does_not_run(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "evil": Evil()}, tmp_path / "m.pt")
+    with pytest.raises(UnsupportedError, match=r"m.pt needs the code posix.system: files that can run code"):
+        imported(tmp_path / "m.pt", tmp_path / "r")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    with pytest.raises(UnsupportedError, match=r"torch.nn.modules.linear.Linear"):
+        imported(tmp_path / "module.pt", tmp_path / "r")
+    assert not Path("/tmp/headrace-was-here").exists()
+
+
+def test_torch_files_that_are_no_checkpoints_are_named(tmp_path: Path) -> None:
+    for content, message in ((torch.ones(2), "holds a Tensor"), ([1], "holds a list"), ({}, "holds a dict")):
+        torch.save(content, tmp_path / "m.pt")
+        with pytest.raises(UsageError, match=message):
+            imported(tmp_path / "m.pt", tmp_path / "r")
+    torch.save({"a": torch.ones(2)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(UnsupportedError, match="not in the zip format"):
+        imported(tmp_path / "old.bin", tmp_path / "r")
+    torch.save({"a": torch.ones(1).expand(1 << 40)}, tmp_path / "big.pt")
+    with pytest.raises(UnsupportedError, match="elements of the tensor 'a' share memory"):
+        imported(tmp_path / "big.pt", tmp_path / "r")
+    deep: Any = torch.ones(1)
+    for _ in range(200):
+        deep = [deep]
+    torch.save({"a": deep}, tmp_path / "deep.pt")
+    with pytest.raises(UsageError, match="nested deeper than 64"):
+        imported(tmp_path / "deep.pt", tmp_path / "r", rename=str.upper)
+
+
+def rewritten(source: Path, change: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    """The same archive with other records."""
+    with zipfile.ZipFile(source) as archive:
+        records = {info.filename: archive.read(info) for info in archive.infolist()}
+    top = next(iter(records)).partition("/")[0]
+    with zipfile.ZipFile(source, "w", compression) as archive:
+        for name, data in (records | {f"{top}/{name}": data for name, data in change.items()}).items():
+            archive.writestr(name, data)
+
+
+def test_damaged_torch_files_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "m.pt"
+    torch.save({"w": torch.arange(100_000)}, source)
+    whole = source.read_bytes()
+    for cut in (4, 1000, len(whole) // 2, len(whole) - 10):
+        source.write_bytes(whole[:cut])
+        with pytest.raises(CorruptionError, match=r"m.pt is cut off or damaged"):
+            imported(source, tmp_path / "r")
+    changes: list[tuple[dict[str, bytes], int]] = [
+        ({"byteorder": b"big"}, 0),
+        ({"data.pkl": b"garbage"}, 0),
+        ({"data.pkl": pickle.dumps({"w": 1})[:5]}, 0),
+        ({"data/0": b"short"}, 0),
+        ({}, zipfile.ZIP_DEFLATED),
+    ]
+    for change, compression in changes:
+        source.write_bytes(whole)
+        rewritten(source, change, compression)
+        with pytest.raises((CorruptionError, UnsupportedError, UsageError), match=r"m.pt"):
+            imported(source, tmp_path / "r")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("a/b", b"c")
+    source.write_bytes(buffer.getvalue())
+    with pytest.raises(UsageError, match=r"is not a file of torch.save"):
+        imported(source, tmp_path / "r")
+
+
+def test_folders_of_dcp_are_refused_without_reading_their_pickle(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(UnsupportedError, match=r"\.metadata is a pickle that can run code .*format_utils dcp_to_torch"):
+        imported(tmp_path / "d", tmp_path / "r")
+    assert not Path("/tmp/headrace-was-here").exists()
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    safetensors.save_file({"a": torch.ones(2)}, folder / "x.safetensors")
+    safetensors.save_file({"b": torch.ones(2)}, folder / "y.safetensors")
+    indexed(folder, {"a": "x.safetensors", "b": "y.safetensors"})
+    return folder
+
+
+def indexed(folder: Path, places: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "..", "", "sub/x.safetensors", "a\0b"])
+def test_an_index_names_files_of_its_own_folder_only(tmp_path: Path, sharded: Path, name: str) -> None:
+    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    indexed(sharded, {"a": name})
+    with pytest.raises(CorruptionError, match="which is not a file of this folder"):
+        imported(sharded, tmp_path / "r")
+
+
+def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path, sharded: Path) -> None:
+    for places, message in (
+        ({"a": "x.safetensors", "c": "y.safetensors"}, "disagree about tensor 'b'"),
+        ({"a": "x.safetensors", "b": "z.safetensors"}, "z.safetensors does not exist"),
+        ({"a": 3}, "weight_map is malformed"),
+        ([], "weight_map is malformed"),
+        ({}, "weight_map is malformed"),
+    ):
+        indexed(sharded, places)
+        with pytest.raises((CorruptionError, NotFoundError), match=message):
+            imported(sharded, tmp_path / "r")
+    safetensors.save_file({"a": torch.ones(2)}, sharded / "y.safetensors")
+    indexed(sharded, {"a": "x.safetensors", "b": "y.safetensors"})
+    with pytest.raises(CorruptionError, match="tensor 'a' is in another shard too"):
+        imported(sharded, tmp_path / "r")
+    (sharded / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(CorruptionError, match="is not an index"):
+        imported(sharded, tmp_path / "r")
+
+
+def test_links_lead_into_the_folder_or_the_blobs_of_a_hub_cache(tmp_path: Path, sharded: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (sharded / "x.safetensors").rename(tmp_path / "other" / "x.safetensors")
+    (sharded / "x.safetensors").symlink_to(tmp_path / "other" / "x.safetensors")
+    with pytest.raises(UsageError, match=r"is a link to .*/other/x.safetensors, outside its folder"):
+        imported(sharded, tmp_path / "r")
+    cache = tmp_path / "models--a--b"
+    (cache / "snapshots").mkdir(parents=True)
+    (tmp_path / "other").rename(cache / "blobs")
+    sharded.rename(cache / "snapshots" / "0123")
+    (cache / "snapshots" / "0123" / "x.safetensors").unlink()
+    (cache / "snapshots" / "0123" / "x.safetensors").symlink_to("../../blobs/x.safetensors")
+    assert imported(cache / "snapshots" / "0123", tmp_path / "r").tensors == 2
+
+
+def test_sources_that_are_not_recognised_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="does not exist"):
+        imported(tmp_path / "nothing", tmp_path / "r")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match=r"is not recognised: .*\(nothing\)"):
+        imported(tmp_path / "empty", tmp_path / "r")
+    for name in ("a", "b"):
+        safetensors.save_file({"a": torch.ones(2)}, tmp_path / "empty" / f"{name}.safetensors")
+    with pytest.raises(UsageError, match="is not recognised"):
+        imported(tmp_path / "empty", tmp_path / "r")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is not a regular file"):
+        imported(tmp_path / "pipe", tmp_path / "r")
+
+
+def test_a_file_that_becomes_shorter_is_an_error_and_no_step(tmp_path: Path) -> None:
+    source = tmp_path / "m.safetensors"
+    safetensors.save_file({"a": torch.arange(4_000_000)}, source)
+
+    def cut(progress: object) -> None:
+        os.truncate(source, 1000)
+
+    with pytest.raises(CorruptionError, match=r"ends at byte .* before a tensor does"):
+        imported(source, tmp_path / "r", progress=cut, rename=lambda name: (os.truncate(source, 100_000), name)[1])
+    with pytest.raises(NotFoundError):
+        read(tmp_path / "r", run="in")
