@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from headrace.dataio.shards.media.messages import Recipe
 
 _PACK = """\
-SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet) or a WebDataset .tar, local or s3://bucket/….
+SRC is a file, a folder, a quoted glob, a manifest (.csv .tsv .jsonl .parquet), a .parquet with embedded media or a WebDataset
+.tar, local or s3://bucket/….
 Files with the same stem in one folder are one sample: clip.mp4 with clip.json (fields), clip.txt (text), and so on.
 The text of a sample is its .txt, or the "caption" of its .json (see --text-field), or the words of its .vtt.
 DST is a folder or s3://bucket/prefix; S3 credentials and endpoint come from the usual AWS variables and profiles.
@@ -106,6 +107,13 @@ def _manifest_columns() -> Argument:
             default=[],
             help="a column with a further file of each sample, and its extension: cam1.mp4=left_url (repeatable)",
         ),
+        argument(
+            "--bytes-column",
+            metavar="NAME",
+            action="append",
+            default=[],
+            help="Parquet column with the media themselves; the first has the medium of a sample (repeatable; only pack)",
+        ),
     )
 
 
@@ -113,7 +121,11 @@ def _columns(args: argparse.Namespace) -> Columns:
     from headrace.dataio.shards.ingest.manifests import Columns
 
     return Columns(
-        path=args.path_column, key=args.key_column, caption=args.caption_column, files=dict(args.file_column)
+        path=args.path_column,
+        key=args.key_column,
+        caption=args.caption_column,
+        files=dict(args.file_column),
+        bytes=tuple(args.bytes_column),
     )
 
 

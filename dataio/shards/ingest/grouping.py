@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.ingest.row_messages import RowRef
 from headrace.dataio.shards.ingest.source_stores import FileStat, is_url
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS
 from headrace.dataio.shards.media.messages import Span
@@ -44,7 +45,8 @@ class Group:
 
     `sizes` holds the size of each file when it was found, and `bytes` their sum. `stamp` is the newest modification
     time in nanoseconds, and `times` holds that of each file. `spans`, if there are any, give the offset and length of
-    each member in its file. `caption` and `fields` (a JSON object) come from a manifest.
+    each member in its file. `caption` and `fields` (a JSON object) come from a manifest. `row`, if there is one, is a row
+    with embedded media: its files are found when it is read, so `files` has the table, and the size is an estimate.
     """
 
     key: str
@@ -56,6 +58,17 @@ class Group:
     caption: str | None = None
     fields: str | None = None
     times: tuple[int, ...] = ()
+    row: RowRef | None = None
+
+    @property
+    def order(self) -> str:
+        """Groups are sorted by this."""
+        return self.row.default_key if self.row else self.key
+
+    @property
+    def display_name(self) -> str:
+        """The name in messages to the user."""
+        return self.row.display_name if self.row else self.files[0][1]
 
     def members(self) -> tuple[Span, ...]:
         """Return the files as the spans that a worker takes."""
@@ -191,6 +204,14 @@ def key_of(item: InputFile, grouping: Grouping = "stem") -> str:
 def clean_key(key: str) -> str:
     """Return the key with `_` for the characters that a key must not have."""
     return "/".join(_FORBIDDEN_IN_KEYS.sub("_", part) for part in key.split("/"))
+
+
+def row_key(where: str, text: str) -> str:
+    """Return the key of a row, named `where`, whose table calls it `text`."""
+    key = clean_key(text)
+    if set(key.split("/")) & {"", ".", ".."}:
+        raise UsageError(f"{where}: {text!r} cannot be a key", hint="keys are relative, without '..'")
+    return key
 
 
 def last_suffix(path: str) -> str:

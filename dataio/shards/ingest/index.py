@@ -82,7 +82,7 @@ def index(
             If nothing is new, open the newest version. The default is False.
         group (str): which files are one sample: "stem" (the default), "dot" or "folder"
             (`headrace.dataio.shards.ingest.grouping`). Only for files.
-        columns (Columns): the names of the columns in manifests. Only for files.
+        columns (Columns): the names of the columns in manifests, without `bytes`. Only for files.
         keys (str): "member" (the default) takes WebDataset's keys. "shard" puts the shard's path in front of them. Only
             for tars.
         name (str): the dataset's name. None derives it from `url`.
@@ -107,7 +107,7 @@ def index(
     Raises:
         NotFoundError: nothing matches a pattern.
         UnsupportedError: a pattern is a command rather than an address.
-        UsageError: two samples have the same key, or there is nothing to index.
+        UsageError: two samples have the same key, there is nothing to index, or a Parquet file holds its media itself.
         CapacityError: the files are in too many buckets.
         ConflictError: a dataset exists at `url`, and `follow` is False.
         TransientError: a store cannot be reached, or a tar changes while it is read.
@@ -120,6 +120,11 @@ def index(
         ...     dataset.version, dataset.report.samples
         (1, 0)
     """
+    if columns.bytes:
+        raise UsageError(
+            "Parquet files with embedded media cannot be indexed in place, so index takes no bytes columns",
+            hint="pack them: `headrace pack --bytes-column NAME` (in Python: pack(..., columns=Columns(bytes=...)))",
+        )
     listed, memory = as_list(patterns), memory or FollowMemory()
     chosen = choose_layout(layout, listed, source_options)
     if chosen == "tars":

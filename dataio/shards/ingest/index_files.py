@@ -268,7 +268,7 @@ class FileIndexer:
     def _gather(self) -> Gathered:
         url = self._store.location.url.rstrip("/")
         own = [f"{url}/{name}" for name in OWN_FOLDERS]
-        return gather(self._sources, self._options.columns, self._stores, own, self._options.group, tars=False)
+        return gather(self._sources, self._options.columns, self._stores, own, self._options.group, in_place=True)
 
     def _place(self, gathered: Gathered, mounts: Sequence[versions.Mount]) -> tuple[Placement, Gathered]:
         placed = place(gathered.groups, self._store, mounts, self._open)
@@ -399,6 +399,8 @@ def _nothing_to_index(gathered: Gathered, skipped: Sequence[Skipped] = ()) -> Us
     why, hint = "no media files were found", "give media files, or folders of them, or tars"
     if gathered.ignored:
         why = f"none of {limits.counted(len(gathered.ignored), 'file')} is media (such as {gathered.ignored[0]})"
+        if gathered.ignored[0].endswith(".parquet"):
+            hint = "name manifests, or match them with a quoted glob; `headrace pack` takes tables with embedded media"
     if skipped:
         all_of_them = f"all {len(skipped)} candidates were skipped; " if len(skipped) > 1 else ""
         why = f"{all_of_them}{skipped[0].path}: {skipped[0].reason}"

@@ -48,13 +48,15 @@ class Columns:
 
     The column `path` is required, unless there are `files`. The others are required only if you name them. `files` maps
     the extension of a further file of the sample, such as `cam1.mp4`, to the column with its path or URL. An empty cell
-    means that the sample has no such file.
+    means that the sample has no such file. `bytes` names the columns of Parquet files that hold the media themselves
+    (`headrace.dataio.shards.ingest.embedded`). The first of them has the medium of each sample.
     """
 
     path: str = "path"
     key: str = "key"
     caption: str = "caption"
     files: Mapping[str, str] = field(default_factory=dict)
+    bytes: tuple[str, ...] = ()
 
 
 DEFAULT_COLUMNS = Columns()
@@ -161,16 +163,24 @@ def _resolved(manifest: str, where: str, path: str) -> str:
 
 
 def _fields(where: str, row: dict[str, Any]) -> str | None:
-    if not row:
+    try:
+        return fields_json(row)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error.message}", hint=error.hint) from error
+
+
+def fields_json(values: dict[str, Any]) -> str | None:
+    """Return the fields of a row as a JSON object, or None if there are none."""
+    if not values:
         return None
     try:
         text = json.dumps(
-            {name: _json_value(value) for name, value in row.items()}, ensure_ascii=False, allow_nan=False
+            {name: _json_value(value) for name, value in values.items()}, ensure_ascii=False, allow_nan=False
         )
         if len(text.encode()) > _FIELDS_BYTES:
             raise ValueError(f"its fields are larger than {limits.format_bytes(_FIELDS_BYTES)}")
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: {error}", hint=_FIX_HINT) from error
+        raise UsageError(str(error), hint=_FIX_HINT) from error
     return text
 
 

@@ -85,8 +85,8 @@ def pack(
     `headrace.dataio.shards.ingest.sources` explains which files become a sample, and what its key is.
 
     Args:
-        sources: files, folders, globs, manifests (CSV, TSV, JSON lines, Parquet) and WebDataset tars. They are local
-            paths or URLs (`s3://bucket/folder`).
+        sources: files, folders, globs, manifests (CSV, TSV, JSON lines, Parquet), Parquet files with embedded media and
+            WebDataset tars. They are local paths or URLs (`s3://bucket/folder`).
         url: where to write the dataset, or an open store.
         shard_bytes (int): the size limit of a shard in bytes. The default is 256 MiB. The packer closes a shard before
             the sample that would exceed it, and at the end of each unit of the plan
@@ -94,7 +94,8 @@ def pack(
         strict (bool): raise the error of the first file that cannot be packed. By default, the file is skipped.
         captions: texts by sample key. The packer stores each as the sample's `.txt` file, if the sample has none. None
             adds no text.
-        columns (Columns): the names of the columns in manifests. The default is `path`, `key` and `caption`.
+        columns (Columns): the names of the columns in manifests and in Parquet files with embedded media. The default
+            is `path`, `key` and `caption`.
         group (str): which files are one sample: "stem" (the default), "dot" or "folder"
             (`headrace.dataio.shards.ingest.grouping`).
         recipe (Recipe): how to re-encode media, copy them into another container, or split them. By default, the files
@@ -361,6 +362,10 @@ def _nothing_to_pack(gathered: Gathered, skipped: Sequence[Skipped] = ()) -> Usa
     if ignored:
         why = f"none of {limits.counted(len(ignored), 'file')} is media (such as {ignored[0]})"
         hint = "give media files; write other files (latents, features) to tars, and use `headrace index` on them"
+        if ignored[0].endswith(".parquet"):
+            hint = (
+                "name tables, or match them with a quoted glob such as 'folder/*.parquet'; in folders they are ignored"
+            )
     if skipped:
         hint = "give media files, or folders of them"
         all_of_them = f"all {len(skipped)} candidates were skipped; " if len(skipped) > 1 else ""

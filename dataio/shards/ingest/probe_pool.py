@@ -1,7 +1,8 @@
 """The pool of worker processes that read and convert media, so that libav may hang or crash on a file.
 
-Purpose: the pool first copies remote files into the scratch folder of their group. Then it sends the group to a worker.
-If the worker hangs or crashes, only that group fails.
+Purpose: the pool first copies remote files into the scratch folder of their group. For a row with embedded media,
+`RowPool` writes its files there. Then the pool sends the group to a worker. If the worker hangs or crashes, only that
+group fails.
 
 Invariants:
 
@@ -16,6 +17,7 @@ worker cannot start at all, no file is at fault, and the pool raises `Unsupporte
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +31,8 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, DeadlineError
 from headrace.dataio.core.programs import run_module
 from headrace.dataio.shards.ingest.grouping import Group
+from headrace.dataio.shards.ingest.row_messages import RowResult
+from headrace.dataio.shards.ingest.row_pool import RowPool
 from headrace.dataio.shards.ingest.source_stores import ChangedError, SourceStores, is_url
 from headrace.dataio.shards.media.messages import (
     DescribeResult,
@@ -82,6 +86,7 @@ class ProbePool:
     ) -> None:
         self._seconds, self._stores, self._check = seconds, stores, check
         self._pool = WorkerPool(command, PROBE_HELLO, workers, answer_bytes=_ANSWER_BYTES)
+        self._rows = RowPool(stores)
         self._copying = ThreadPoolExecutor(_SAMPLES_PER_WORKER * self._pool.workers, thread_name_prefix="copy")
 
     def describe(
@@ -114,15 +119,22 @@ class ProbePool:
                 fields=group.fields,
                 text_field=text_field,
             )
-            limit = self._seconds(group) if self._seconds else seconds_for(group, recipe)
-            if group.is_remote:
-                in_flight.append((group, task, self._copying.submit(self._copy_and_prepare, group, task, limit)))
-            else:
-                in_flight.append((group, task, self._pool.submit(encode_task(task), limit, decode_outcome)))
+            in_flight.append((group, task, self._start(group, task)))
             if len(in_flight) >= _SAMPLES_PER_WORKER * self._pool.workers:
                 yield self._next_result(in_flight)
         while in_flight:
             yield self._next_result(in_flight)
+
+    def _start(self, group: Group, task: PrepareTask) -> Future[PrepareResult]:
+        limit = self._limit(group, task.recipe)
+        if group.row is not None:
+            return self._copying.submit(self._prepare_row, group, task, self._rows.submit(group.row, task.scratch))
+        if group.is_remote:
+            return self._copying.submit(self._copy_and_prepare, group, task, limit)
+        return self._pool.submit(encode_task(task), limit, decode_outcome)
+
+    def _limit(self, group: Group, recipe: Recipe) -> float:
+        return self._seconds(group) if self._seconds else seconds_for(group, recipe)
 
     def _next_result(self, in_flight: deque[_InFlight]) -> tuple[Group, PrepareResult]:
         group, task, future = in_flight.popleft()
@@ -130,13 +142,29 @@ class ProbePool:
             outcome = future.result()
         except (DeadlineError, CorruptionError) as error:
             return group, Failure(task.files[0].path, error.code, error.message)
-        return group, outcome if group.is_remote else self._checked(group, outcome)
+        is_checked = group.is_remote or group.row is not None  # by the thread that copied it, or by `RowPool`
+        return group, outcome if is_checked else self._checked(group, outcome)
 
     def _checked(self, group: Group, outcome: PrepareResult) -> PrepareResult:
         """Return the outcome, or the failure that the check found. A full scratch folder stays what it is."""
         if self._check is None or (isinstance(outcome, Failure) and outcome.scratch_full):
             return outcome
         return self._check(group) or outcome
+
+    def _prepare_row(self, group: Group, task: PrepareTask, reading: Future[RowResult]) -> PrepareResult:
+        """Wait for the files of a row, run the task on them, and return its outcome."""
+        row = reading.result()
+        if isinstance(row, Failure):
+            return row
+        caption = row.caption if task.caption is None else task.caption
+        files = tuple(Span(ext, path) for ext, path in row.files)
+        task = msgspec.structs.replace(task, files=files, caption=caption, fields=row.fields)
+        limit = self._limit(dataclasses.replace(group, bytes=row.bytes), task.recipe)
+        try:
+            outcome: PrepareResult = self._pool.ask(encode_task(task), limit, decode_outcome)
+        except (DeadlineError, CorruptionError) as error:
+            outcome = Failure("", error.code, error.message)
+        return msgspec.structs.replace(outcome, path=group.display_name) if isinstance(outcome, Failure) else outcome
 
     def _copy_and_prepare(self, group: Group, task: PrepareTask, seconds: float) -> PrepareResult:
         """Copy the task's files into its folder, run the task, and return its outcome."""
@@ -176,6 +204,7 @@ class ProbePool:
         """Kill the workers immediately, and abort the copies."""
         if self._stores is not None:
             self._stores.stop()
+        self._rows.close()
         self._pool.close()
         self._copying.shutdown(wait=True, cancel_futures=True)
 
@@ -188,7 +217,6 @@ class ProbePool:
 
 def scratch_folder_of(group: Group, recipe: Recipe, scratch: str) -> str:
     """Return the folder for the temporary files of `group`, or "" if it needs none."""
-    needs_folder = (
-        recipe.changes or group.spans or group.is_remote or group.caption is not None or group.fields is not None
-    )
+    is_elsewhere = group.spans or group.is_remote or group.row is not None
+    needs_folder = recipe.changes or is_elsewhere or group.caption is not None or group.fields is not None
     return os.path.join(scratch, blake3.blake3(group.key.encode()).hexdigest()[:24]) if needs_folder else ""

@@ -6,19 +6,22 @@ and every other URL that `open_store` opens.
 Invariants:
 
 * `SourceStores` opens one store per bucket, at first use, with this process's own credentials or `options`.
-* It copies an object in parts of `_COPY_BYTES`, so memory is bounded regardless of the object's size.
+* It copies an object in parts of `_COPY_BYTES`, at most `_COPIES` at once, so memory is bounded regardless of the
+  object's size.
 
 Failure behaviour: errors of a store pass through, since no input is at fault if a store cannot be reached. An object
-that shrinks or disappears while it is copied raises `TransientError`.
+that shrinks or disappears while it is copied raises `ChangedError`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import posixpath
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +34,8 @@ from headrace.dataio.store.open import open_store
 
 _COPY_BYTES = 4 * limits.MIB
 _RETRY_HINT = "pack again when nothing writes to the input"
+_COPIES = 8
+"""The parts of one row group that are copied at the same time."""
 _MAX_STATS = 16
 """Up to this many objects are looked up one by one. More objects are looked up in a listing."""
 _URL = re.compile(r"(?i)(?!file:)[a-z][a-z0-9+.-]*://")
@@ -138,20 +143,42 @@ class SourceStores:
 
     def copy_whole(self, url: str, size: int, path: str) -> None:
         """Copy the object to a new file. `size` is the size that it had when it was found."""
+        self.check_unchanged(url, size)
+        self.copy(url, 0, size, path)
+
+    def check_unchanged(self, url: str, size: int) -> None:
+        """Raise `ChangedError` unless the object exists and has this size."""
         info = self.stat_many([url]).get(url)
         if info is None or info.size != size:
             raise ChangedError(f"{url} changed while it was being packed", hint=_RETRY_HINT)
-        self.copy(url, 0, size, path)
 
     def copy(self, url: str, offset: int, length: int, path: str) -> None:
         """Copy `length` bytes of the object, from `offset`, to a new file."""
-        read_at = self.reader(url)
+        with open(path, "wb") as file:  # buffered: writes all or raises, also on a disk that becomes full
+            for at in range(0, length, _COPY_BYTES):
+                file.write(self._part(url, offset + at, min(_COPY_BYTES, length - at)))
+
+    def copy_ranges(self, url: str, size: int, ranges: Iterable[tuple[int, int]], path: str) -> None:
+        """Copy ranges (offset, length) of the object to their own positions in a file of its size.
+
+        The rest of a new file is a hole. An existing file keeps what it has. `_COPIES` parts are copied concurrently.
+        """
+        parts = [
+            (at, min(_COPY_BYTES, offset + length - at))
+            for offset, length in ranges
+            for at in range(offset, offset + length, _COPY_BYTES)
+        ]
+        with open(path, "r+b" if os.path.exists(path) else "wb") as file, ThreadPoolExecutor(_COPIES) as threads:
+            file.truncate(size)
+            for _ in threads.map(lambda part: _write_at(file.fileno(), part[0], self._part(url, *part)), parts):
+                pass
+
+    def _part(self, url: str, offset: int, length: int) -> bytes:
+        """Read a part of an object that is being copied."""
+        if self._stopped.is_set():
+            raise TransientError(f"copying {url} was cancelled", hint=_RETRY_HINT)
         try:
-            with open(path, "wb") as file:  # buffered: writes all or raises, also on a disk that becomes full
-                for at in range(0, length, _COPY_BYTES):
-                    if self._stopped.is_set():
-                        raise TransientError(f"copying {url} was cancelled", hint=_RETRY_HINT)
-                    file.write(read_at(offset + at, min(_COPY_BYTES, length - at)))
+            return self.reader(url)(offset, length)
         except (NotFoundError, RangeError) as error:  # the object disappeared or shrank
             raise ChangedError(f"{url} changed while it was being packed: {error.message}", hint=_RETRY_HINT) from error
 
@@ -185,6 +212,13 @@ class SourceStores:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _write_at(descriptor: int, offset: int, data: bytes) -> None:
+    remaining = memoryview(data)
+    while remaining:
+        written = os.pwrite(descriptor, remaining, offset)
+        remaining, offset = remaining[written:], offset + written
 
 
 def _split_url(url: str) -> tuple[str, str]:

@@ -15,6 +15,9 @@ Invariants:
 * A manifest (a `.csv`, `.tsv`, `.jsonl`, `.ndjson` or `.parquet` that the user names or that a glob matches) gives one
   sample per row. The sample is the media file and the `.json`, `.txt` and `.vtt` files with its stem. Its key is the
   row's key, or else the path relative to the manifest.
+* A `.parquet` that holds the media themselves (`headrace.dataio.shards.ingest.embedded`) gives one sample per row. Its
+  key is the row's key, or else the file's key and the number of the row. Its samples keep the order of the file: they
+  are sorted by the latter.
 * A `.tar` gives the samples that it holds, under their keys in the tar. Only its headers are read here. The worker
   processes read the members, one sample at a time.
 * `exclude` is the URL of the dataset that `pack` writes. `gather` leaves out the files of that dataset, except a file
@@ -49,15 +52,16 @@ from headrace.dataio.shards.ingest.grouping import (
     Group,
     Grouping,
     InputFile,
-    clean_key,
     divide_into_samples,
     key_of,
     last_suffix,
     make_group,
+    row_key,
 )
 from headrace.dataio.shards.ingest.manifests import DEFAULT_COLUMNS, EXTENSION, EXTENSIONS, Columns, Row, rows
 from headrace.dataio.shards.ingest.report import Skipped
 from headrace.dataio.shards.ingest.source_stores import WILDCARD, FileStat, SourceStores, is_url
+from headrace.dataio.shards.ingest.tables import Tables, embedded_group
 from headrace.dataio.shards.media.container import KNOWN_EXTENSIONS, SAMPLE_EXTENSIONS, is_named_video, unused_media
 from headrace.dataio.shards.media.messages import Span
 from headrace.dataio.store.base import check_key
@@ -83,37 +87,38 @@ def gather(
     exclude: str | Sequence[str] = (),
     grouping: Grouping = "stem",
     *,
-    tars: bool = True,
+    in_place: bool = False,
 ) -> Gathered:
     """Group the files of all sources into samples.
 
     `columns` names the columns of manifests. `exclude` is the URL of a dataset whose files are left out, or several
-    URLs. `grouping` says which files are one sample (`headrace.dataio.shards.ingest.grouping`). Without `tars`, tars are
-    skipped.
+    URLs. `grouping` says which files are one sample (`headrace.dataio.shards.ingest.grouping`). With `in_place`, tars are
+    skipped, and Parquet files with embedded media raise `UsageError`.
     """
     if stores is None:
         with SourceStores() as opened:
-            return gather(sources, columns, opened, exclude, grouping, tars=tars)
+            return gather(sources, columns, opened, exclude, grouping, in_place=in_place)
     input_files: dict[str, InputFile] = {}
-    collected = _Collector(stores, grouping, tars)
+    collected = _Collector(stores, grouping, in_place)
     excluded = [_local(one).rstrip("/") for one in ([exclude] if isinstance(exclude, str) else exclude)]
     for source in sources:
         for item in _expand(_local(os.fspath(source)), stores, collected.skipped):
             absolute = item.path if is_url(item.path) else os.path.abspath(item.path)
             if item.is_named or not any(_is_below(folder, absolute) for folder in excluded):
                 input_files.setdefault(absolute, item)
-    files = list[FoundFile]()
+    files, tables = list[FoundFile](), list[FoundFile]()
     for item in input_files.values():
         info = item.info or _stat(item.path, collected.skipped)
         if info is None:
             continue
         if last_suffix(item.path) in EXTENSIONS and (item.is_named or item.from_glob):
-            collected.add_manifest(item.path, info, columns)
+            tables.append((item, info))
         else:
             files.append((item, info))
+    collected.add_tables(tables, columns)
     for members in divide_into_samples(files, grouping):
         collected.add_files(members)
-    groups = sorted(collected.groups, key=lambda group: group.key)
+    groups = sorted(collected.groups, key=lambda group: group.order)
     _check_unique_keys(groups)
     skipped = sorted(collected.skipped, key=lambda s: s.path)
     return Gathered(tuple(groups), tuple(skipped), tuple(sorted(collected.ignored)))
@@ -126,8 +131,8 @@ def _is_below(folder: str, path: str) -> bool:
 class _Collector:
     """The groups found so far, and the skipped and ignored files."""
 
-    def __init__(self, stores: SourceStores, grouping: Grouping, tars: bool) -> None:
-        self._stores, self._grouping, self._takes_tars = stores, grouping, tars
+    def __init__(self, stores: SourceStores, grouping: Grouping, in_place: bool) -> None:
+        self._stores, self._grouping, self._in_place = stores, grouping, in_place
         self.groups: list[Group] = []
         self.skipped: list[Skipped] = []
         self.ignored: list[str] = []
@@ -142,7 +147,7 @@ class _Collector:
         elif members:
             self.groups.append(make_group(members, self._grouping))
         for item, info in (m for m in files if m not in members):
-            if last_suffix(item.path) == "tar" and self._takes_tars:
+            if last_suffix(item.path) == "tar" and not self._in_place:
                 self._add_tar(item.path, info)
             elif last_suffix(item.path) == "tar":
                 reason = "it is a tar, and these are files: index tars by themselves (--layout tars)"
@@ -177,6 +182,20 @@ class _Collector:
     def _skip_in(self, path: str, key: str, reason: str) -> None:
         self.skipped.append(Skipped(f"{path}: sample {key!r}", UnsupportedError.code, reason))
 
+    def add_tables(self, tables: Iterable[FoundFile], columns: Columns) -> None:
+        """Add one sample for each row of manifests and of Parquet files with embedded media."""
+        with Tables(self._stores) as reader:
+            for item, info in tables:
+                embedded = None
+                if last_suffix(item.path) == "parquet":
+                    embedded = reader.rows_of(item.path, info, columns, key_of(item), in_place=self._in_place)
+                if embedded is None:
+                    self.add_manifest(item.path, info, columns)
+                elif embedded:
+                    self.groups += map(embedded_group, embedded)
+                else:
+                    self.skipped.append(Skipped(item.path, UnsupportedError.code, "it has no rows"))
+
     def add_manifest(self, manifest: str, info: FileStat, columns: Columns) -> None:
         """Add one sample for each row of a manifest."""
         if is_url(manifest):
@@ -207,9 +226,7 @@ class _Collector:
             if info is not None and last_suffix(path) not in named:
                 members.append((InputFile(folder, path), info))
         group = make_group(members)
-        key = clean_key(row.key) if row.key else group.key
-        if not key or set(key.split("/")) & {"", ".", ".."}:
-            raise UsageError(f"{row.where}: {row.key or key!r} cannot be a key", hint="keys are relative, without '..'")
+        key = row_key(row.where, row.key or group.key)
         self.groups.append(dataclasses.replace(group, key=key, caption=row.caption, fields=row.fields))
 
 
@@ -352,9 +369,9 @@ def _media_list() -> str:
 
 
 def _check_unique_keys(groups: list[Group]) -> None:
-    for a, b in itertools.pairwise(groups):
+    for a, b in itertools.pairwise(sorted(groups, key=lambda group: group.key)):
         if a.key == b.key:
             raise UsageError(
-                f"{a.files[0][1]} and {b.files[0][1]} would both be the sample {a.key!r}",
+                f"{a.display_name} and {b.display_name} would both be the sample {a.key!r}",
                 hint="rename one, or give the folder that holds both as the one source",
             )

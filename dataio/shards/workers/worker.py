@@ -38,10 +38,10 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def limit_memory() -> None:
-    """Let allocations fail above `limits.PROBE_MEMORY_BYTES`, so that one file cannot exhaust the machine."""
+def limit_memory(most: int = limits.PROBE_MEMORY_BYTES) -> None:
+    """Let allocations fail above `most` bytes, so that one file cannot exhaust the machine."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = limits.PROBE_MEMORY_BYTES if hard < 0 else min(limits.PROBE_MEMORY_BYTES, hard)
+    limit = most if hard < 0 else min(most, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
@@ -68,10 +68,10 @@ def serve(hello: bytes, answer: Callable[[bytes], bytes]) -> None:
             write_frame(out, answer(frame))
 
 
-def confine() -> None:
+def confine(memory: int = limits.PROBE_MEMORY_BYTES) -> None:
     """Tie this process to its parent and limit its memory. Call this before loading anything else."""
     die_with_parent()
-    limit_memory()
+    limit_memory(memory)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
 
 
