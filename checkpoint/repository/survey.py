@@ -187,8 +187,9 @@ def _current(store: Store, run: str, outcomes: list[_SurveyedStep], report: Repo
 def _survey_step(store: Store, run: str, now: Callable[[], float], step: StepName) -> _SurveyedStep:
     number, at, outcome = step.timeline, step.step, _SurveyedStep(step)
     try:
-        outcome.base = repository.recognise(store, run, number, at)
-        outcome.commit = commit.find_commit(store, names.commit(run, number, at))
+        outcome.commit = _commit_of(store, run, number, at)
+        if outcome.commit is not None and not outcome.commit.tombstone:
+            outcome.base = Base(number, at, outcome.commit.attempt)
         for attempt_id in timeline.attempts(store, run, number, at):
             if outcome.base is None or attempt_id != outcome.base.attempt:
                 state = _state(store, Attempt(run, number, at, attempt_id, 0), outcome, now)
@@ -200,6 +201,15 @@ def _survey_step(store: Store, run: str, now: Callable[[], float], step: StepNam
             label = f"step {at} of run {run}, timeline {number}"
             outcome.problem = Problem(names.step(run, number, at), error.message, (label,))
     return outcome
+
+
+def _commit_of(store: Store, run: str, number: int, at: int) -> Commit | None:
+    """The step's COMMIT, which may be a tombstone. If the step has only a complete attempt, it is written first."""
+    key = names.commit(run, number, at)
+    found = commit.find_commit(store, key)
+    if found is None and repository.recognise(store, run, number, at) is not None:
+        found = commit.find_commit(store, key)
+    return found
 
 
 def _totals(store: Store, run: str, base: Base) -> tuple[Decision, Totals]:
@@ -262,9 +272,7 @@ def newest_first(store: Store, run: str) -> Iterator[StepLine]:
 def _line_at(store: Store, run: str, number: int, at: int) -> StepLine | None:
     """The line of a step; None if it is not committed, or if a collection has removed it."""
     try:
-        committed = commit.find_commit(store, names.commit(run, number, at))
-        if committed is None and repository.recognise(store, run, number, at) is not None:
-            committed = commit.find_commit(store, names.commit(run, number, at))
+        committed = _commit_of(store, run, number, at)
         if committed is None or committed.tombstone:
             return None
         base = Base(number, at, committed.attempt)
