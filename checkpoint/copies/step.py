@@ -86,7 +86,7 @@ class StepCopier:
         route: Route,
         index: ChunkIndex,
         *,
-        workers: int = 4,
+        workers: int = 2,
         life: float = DEFAULT_LIFE,
         clock: Clock = SYSTEM_CLOCK,
         report: Callable[[Sent], object] = lambda _: None,
