@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.checkpoint.copies.identity import TimelineCopier
 from headrace.checkpoint.copies.index import ChunkIndex
-from headrace.checkpoint.copies.step import Route, Sent, StepCopier, require_same
+from headrace.checkpoint.copies.step import RemovedThereError, Route, Sent, StepCopier, require_same
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import commit, tag_records, tags, timeline
@@ -283,6 +283,9 @@ class RunCopier:
         self._step, began = base.step, self._clock.monotonic()
         try:
             copied, sent, is_new = self._steps.copy(base)
+        except RemovedThereError:
+            self._removed.add((base.timeline, base.step))
+            return self._outcome(base, REMOVED_HERE)
         except NotFoundError:
             if is_named or not repository.is_removed(self.route.source, self.route.source_run, base):
                 raise
