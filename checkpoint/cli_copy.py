@@ -58,7 +58,7 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     copying.add_argument(
         "--follow", nargs="?", const="60s", metavar="60s", help="copy new steps until interrupted, at this interval"
     )
-    copying.add_argument("--workers", type=positive_int, default=4, metavar="N", help="packs at a time (default: 4)")
+    copying.add_argument("--workers", type=positive_int, default=2, metavar="N", help="packs at a time (default: 2)")
     removing = actions.add_parser("rm", help="remove one step: prints a plan; --apply executes it")
     common(removing)
     removing.add_argument("--step", help="a number, latest, or tag:NAME")

@@ -3,7 +3,8 @@
 Invariant: a chunk is written only after its bytes were compared with its digest. The chunks of one source pack are
 written in their order into one pack, so a pack of which everything is copied is stored with the same bytes. Packs have
 names that only this process draws.
-Memory: `workers` packs are written at a time, each with at most `_AHEAD` + 1 batches of `fetch.BATCH_BYTES`.
+Memory: `workers` packs are written at a time, each with at most `_AHEAD` + 2 batches of
+`_BATCH_BYTES`, and the parts that the store is sending.
 Failure behaviour: `DamagedChunk` for a chunk that is damaged or missing in every copy at the source. Errors of the
 stores are raised. A pack that was not completed does not exist.
 """
@@ -32,6 +33,7 @@ from headrace.dataio.core.limits import MIB
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
+_BATCH_BYTES = 8 * MIB
 _AHEAD = 1
 """Batches that are read ahead of the one that is written, for each pack."""
 _OWN_PACK_BYTES = 32 * MIB
@@ -147,7 +149,7 @@ class ChunkCopier:
         return written
 
     def _read(self, job: _Job, links: Links) -> Iterator[pack.NewChunk]:
-        batches = (batch for key, chunks in job.chunks for batch in fetch.batches(key, chunks))
+        batches = (batch for key, chunks in job.chunks for batch in fetch.batches(key, chunks, _BATCH_BYTES))
         for new in fetch.in_order(self._readers, self._checked, batches, _AHEAD):
             for chunk, stored in new:
                 yield self._linked(chunk, stored, links)
@@ -160,7 +162,7 @@ class ChunkCopier:
         """The chunk as it is stored at the destination. A difference names the new place of its base."""
         base = links.bases.get(chunk.digest)
         if chunk.codec not in DELTAS or base is None:
-            return pack.NewChunk(chunk.digest, stored.toreadonly(), chunk.raw, chunk.codec)
+            return pack.NewChunk(chunk.digest, stored, chunk.raw, chunk.codec)
         place = base.chunk
         link = codec.Link(
             place.digest, base.pack.attempt, base.pack.name, place.offset, place.stored, place.raw, place.codec
@@ -261,7 +263,7 @@ def take_over(store: Store, attempt: str) -> dict[bytes, Stored]:
         try:
             entries = pack.read_table(store, info.key, info.size)
             chunks = [Chunk(e.digest, 0, e.offset, e.stored, e.raw, e.codec) for e in entries if e.codec not in DELTAS]
-            for batch in fetch.batches(info.key, chunks):
+            for batch in fetch.batches(info.key, chunks, _BATCH_BYTES):
                 for chunk, _ in read_checked(store, batch):
                     found[chunk.digest] = Stored(PackName(*parsed), chunk)
         except (CorruptionError, UnsupportedError, NotFoundError) as error:

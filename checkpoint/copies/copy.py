@@ -19,7 +19,7 @@ import msgspec
 
 from headrace.checkpoint.copies.identity import TimelineCopier
 from headrace.checkpoint.copies.index import ChunkIndex
-from headrace.checkpoint.copies.step import Route, Sent, StepCopier, require_same
+from headrace.checkpoint.copies.step import RemovedThereError, Route, Sent, StepCopier, require_same
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.repository import commit, tag_records, tags, timeline
@@ -103,7 +103,7 @@ def copy(
     steps: Sequence[int] | None = None,
     last: int | None = None,
     tags: bool = False,
-    workers: int = 4,
+    workers: int = 2,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CopyReport:
@@ -120,7 +120,7 @@ def copy(
         steps (Sequence[int] | None): The numbers of the steps to copy; needs `run`. Default: all of the current branch.
         last (int | None): Copy only the newest `last` steps. Default: None.
         tags (bool): Also copy steps that have a tag, and the tags. Default: False.
-        workers (int): The number of packs that are copied at a time, from 1 to 16. Default: 4.
+        workers (int): The number of packs that are copied at a time, from 1 to 16. Default: 2.
         progress (Progress | None): Called with a `CopyProgress` after each chunk. Default: None.
         storage_options (Mapping[str, Any] | None): Options of both stores, as for `open_store`. Default: None.
 
@@ -168,7 +168,7 @@ def run_copiers(
     run: str | None = None,
     as_run: str | None = None,
     *,
-    workers: int = 4,
+    workers: int = 2,
     progress: Progress | None = None,
     life: float = DEFAULT_LIFE,
     clock: Clock = SYSTEM_CLOCK,
@@ -206,7 +206,7 @@ class RunCopier:
         self,
         route: Route,
         *,
-        workers: int = 4,
+        workers: int = 2,
         progress: Progress | None = None,
         life: float = DEFAULT_LIFE,
         clock: Clock = SYSTEM_CLOCK,
@@ -283,6 +283,9 @@ class RunCopier:
         self._step, began = base.step, self._clock.monotonic()
         try:
             copied, sent, is_new = self._steps.copy(base)
+        except RemovedThereError:
+            self._removed.add((base.timeline, base.step))
+            return self._outcome(base, REMOVED_HERE)
         except NotFoundError:
             if is_named or not repository.is_removed(self.route.source, self.route.source_run, base):
                 raise

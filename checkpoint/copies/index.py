@@ -2,7 +2,7 @@
 
 Invariant: an entry names a chunk in a pack, and a step whose manifest named it there. The caller's lease must name the
 step, and the step must be found to exist after that, before the chunk is referenced.
-Memory: at most `MOST` entries, of about 400 bytes each. The newest steps are indexed first. A full index forgets chunks
+Memory: at most `MOST` entries, of about 350 bytes each. The newest steps are indexed first. A full index forgets chunks
 that the steps copied last do not name.
 Failure behaviour: a step that cannot be read is not indexed, which costs only space. It is logged.
 """
@@ -21,8 +21,8 @@ from headrace.dataio.core.errors import CorruptionError, NotFoundError, Unsuppor
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
-MOST = 500_000
-"""The maximum number of indexed chunks: 0.5 to 2 TB of distinct data."""
+MOST = 300_000
+"""The maximum number of indexed chunks: 0.3 to 1.2 TB of distinct data, and 100 MiB of memory."""
 _log = get_logger(__name__)
 
 
@@ -33,6 +33,7 @@ class ChunkIndex:
         self._most = most
         self._chunks: dict[bytes, tuple[Stored, int]] = {}
         self._steps: list[Base | None] = []
+        self._sizes: dict[PackName, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -104,11 +105,12 @@ class ChunkIndex:
                 if each.pack.attempt not in live:
                     needed[each.pack] += each.chunk.stored
         few = {pack for pack, size in needed.items() if is_sparse(size, PACK_BYTES)}
-        return {pack for pack in few if is_sparse(needed[pack], _size(store, pack))}
+        return {pack for pack in few if is_sparse(needed[pack], self._size(store, pack))}
 
-
-def _size(store: Store, pack: PackName) -> int:
-    try:
-        return store.stat(pack.key).size
-    except NotFoundError:
-        return PACK_BYTES
+    def _size(self, store: Store, pack: PackName) -> int:
+        if pack not in self._sizes:
+            try:
+                self._sizes[pack] = store.stat(pack.key).size
+            except NotFoundError:
+                return PACK_BYTES
+        return self._sizes[pack]

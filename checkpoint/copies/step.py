@@ -78,6 +78,10 @@ class _BaseRemovedError(TransientError):
     """A step whose chunks were to be referenced is removed, or is being removed."""
 
 
+class RemovedThereError(TransientError):
+    """The step has a tombstone at the destination: it was removed there."""
+
+
 class StepCopier:
     """Copies steps along one route, one after another. `life`: the lifetime of leases in seconds."""
 
@@ -86,7 +90,7 @@ class StepCopier:
         route: Route,
         index: ChunkIndex,
         *,
-        workers: int = 4,
+        workers: int = 2,
         life: float = DEFAULT_LIFE,
         clock: Clock = SYSTEM_CLOCK,
         report: Callable[[Sent], object] = lambda _: None,
@@ -109,8 +113,9 @@ class StepCopier:
     def _copy_once(self, base: Base, sent: Sent) -> tuple[Base, Sent, bool]:
         r = self._route
         step = fetch.sealed(r.source, r.source_run, base)
+        if (existing := self._existing(base)) is not None:
+            return existing, sent, False
         attempt, is_decided = self._attempt(base, step.attempt.world_size)
-        copied = Base(base.timeline, base.step, attempt.id)
         if not is_decided:
             self._index_source(base)
             bases = self._bases(step)
@@ -131,14 +136,14 @@ class StepCopier:
                 _Copy(self._route, self._index, step, attempt, bases, self._workers, sent, self._report).run()
                 lease.require_alive()
                 group_commit.decide_copy(r.store, attempt, lease, grouped=bool(step.groups))
-                self._commit(attempt, base)
+                found = self._commit(attempt, base)
                 lease.release()
         else:
-            self._commit(attempt, base)
+            found = self._commit(attempt, base)
         r.store.delete_many([info.key for info in r.store.list(names.leases_of(attempt.id))])
         _lease_deleted()
-        self._index.load(r.store, r.run, [copied])
-        return copied, sent, not is_decided
+        self._index.load(r.store, r.run, [found])
+        return found, sent, found.attempt == attempt.id and not is_decided
 
     def _attempt(self, base: Base, world_size: int) -> tuple[Attempt, bool]:
         """The attempt that copies the step, and whether it has the decision "commit" already."""
@@ -182,18 +187,33 @@ class StepCopier:
         if gone:
             raise _BaseRemovedError("a step at the destination was removed during the copy", hint="copy again")
 
-    def _commit(self, attempt: Attempt, base: Base) -> None:
-        """Write COMMIT if the decision is "commit". Raises `FinalError` if the attempt was aborted."""
+    def _existing(self, base: Base) -> Base | None:
+        """The step of this number at the destination, if COMMIT exists there: a copy of the source's step."""
+        r = self._route
+        found = commit.find_commit(r.store, names.commit(r.run, base.timeline, base.step))
+        if found is None:
+            return None
+        if found.tombstone:
+            raise RemovedThereError(f"step {base.step} of run {r.run} was removed at {r.store.location.url}")
+        existing = Base(base.timeline, base.step, found.attempt)
+        require_same(r, base, existing)
+        return existing
+
+    def _commit(self, attempt: Attempt, base: Base) -> Base:
+        """Write COMMIT if the decision is "commit", and return the step that COMMIT names.
+
+        Raises `FinalError` if the attempt was aborted.
+        """
         store = self._route.store
         decision = commit.find_decision(store, attempt.decision_key)
         action = commit.decide(attempt, commit.View(decision=decision))
         if isinstance(action, commit.Stop):
             raise action.error
         commit.write_commit(store, attempt, self._clock)
-        found = commit.find_commit(store, attempt.commit_key)
-        if found is None or found.attempt == attempt.id:
-            return  # a tombstone of this attempt: retention has removed the step already
-        require_same(self._route, base, Base(attempt.timeline, attempt.step, found.attempt))
+        existing = self._existing(base)
+        if existing is None:
+            raise RemovedThereError(f"{attempt} was removed at {store.location.url}")
+        return existing
 
 
 def require_same(route: Route, base: Base, found: Base) -> None:

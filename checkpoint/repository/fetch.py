@@ -77,13 +77,13 @@ class Batch(Generic[P]):
     ranges: tuple[tuple[int, int], ...]
 
 
-def batches(pack: str, chunks: Iterable[P]) -> Iterator[Batch[P]]:
-    """Group the chunks of one pack into batches of at most `BATCH_BYTES`. This is a pure function."""
+def batches(pack: str, chunks: Iterable[P], most: int = BATCH_BYTES) -> Iterator[Batch[P]]:
+    """Group the chunks of one pack into batches of at most `most` bytes. This is a pure function."""
     members: list[P] = []
     ranges: list[tuple[int, int]] = []
     for chunk in sorted(chunks, key=lambda c: c.offset):
         joined = _join(ranges, chunk)
-        if members and sum(length for _, length in joined) > BATCH_BYTES:
+        if members and sum(length for _, length in joined) > most:
             yield Batch(pack, tuple(members), tuple(ranges))
             members, joined = [], [(chunk.offset, chunk.stored)]
         members.append(chunk)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from headrace.checkpoint.copies.copy import RunCopier, Selection, run_copiers
+from headrace.checkpoint.copies.step import StepCopier
 from headrace.checkpoint.format import manifest, names
 from headrace.checkpoint.format.documents import Base, StepOfRun
 from headrace.checkpoint.repository import collect, commit, timeline
@@ -17,7 +18,7 @@ from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.store.base import Location
 from tests.support.checkpoint_states import RUN, begin, load, make, save
-from tests.support.stepping import Actor, Killed, MemoryStore, StoreClock, drive_to_end, stepping
+from tests.support.stepping import Actor, Killed, MemoryStore, StoreClock, drive_to_end, end_all, stepping
 
 pytestmark = pytest.mark.slow
 STEPS = tuple(range(1, 12))
@@ -161,3 +162,11 @@ def test_no_step_of_a_copy_ever_lacks_a_pack(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(100, 400))
 def test_no_step_of_a_copy_ever_lacks_a_pack_in_many_orders(seed: int) -> None:
     test_no_step_of_a_copy_ever_lacks_a_pack(seed)
+
+
+def test_the_search_finds_a_lost_pack_if_bases_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepCopier, "_require_bases", lambda *_: None)
+    with pytest.raises(AssertionError, match="has lost"):
+        for seed in range(200):
+            test_no_step_of_a_copy_ever_lacks_a_pack(seed)
+            end_all()
