@@ -112,13 +112,11 @@ def _of_folder(folder: Path, files: _Files, index: str = "") -> Source:
             f"{folder} is a folder of torch.distributed.checkpoint, whose .metadata is a pickle that can run code",
             hint=_DCP_HINT,
         )
-    indexes = [index] if index else [name for name in names if name.endswith(INDEX_SUFFIX)]
-    single = [name for name in names if name.endswith(".safetensors")]
-    if len(indexes) == 1:
-        return _of_safetensors("hf", *_indexed(folder, indexes[0], files))
-    if "model.safetensors" in single or len(single) == 1:
-        name = "model.safetensors" if "model.safetensors" in single else single[0]
-        return _of_safetensors("hf", [_inside(folder, name)], files)
+    index = index or _one(names, "model.safetensors") or _one(names, INDEX_SUFFIX) or _one(names, ".safetensors")
+    if index.endswith(INDEX_SUFFIX):
+        return _of_safetensors("hf", *_indexed(folder, index, files))
+    if index:
+        return _of_safetensors("hf", [_inside(folder, index)], files)
     if "pytorch_model.bin.index.json" in names:
         return _of_bins(folder, files)
     if "pytorch_model.bin" in names:
@@ -128,6 +126,13 @@ def _of_folder(folder: Path, files: _Files, index: str = "") -> Source:
         f"{folder} is not recognised: it has no single safetensors index or file, and no pytorch_model.bin ({found})",
         hint="give the file itself, or the folder of one model",
     )
+
+
+def _one(names: list[str], suffix: str) -> str:
+    """The name that is `suffix`, else the only one that ends in it; "" if there is none."""
+    found = [name for name in names if name.endswith(suffix)]
+    default = suffix if suffix in names else f"model{suffix}"
+    return default if default in names else found[0] if len(found) == 1 else ""
 
 
 def _inside(folder: Path, name: str) -> Path:
