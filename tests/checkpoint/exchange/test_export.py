@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from headrace.checkpoint import RNG, Checkpointer, export, import_checkpoint
-from headrace.checkpoint.exchange import output, writing
+from headrace.checkpoint.exchange import dcp_format, output, writing
 from headrace.checkpoint.exchange.exporting import ExportReport
 from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.core.limits import KIB
@@ -170,6 +170,27 @@ def test_dcp_loads_the_folder(saved: Saved, tmp_path: Path) -> None:
     assert all(same(into["optimizer"]["state"][i], slots(state)[i]) for i in slots(state))
     assert (into["epoch"], into["other"]["none"], into["other"]["list"][1]) == (3, None, (1, "a"))
     assert torch.equal(into["other"]["big"], state["other"]["big"])
+
+
+def test_dcp_reads_a_large_tensor_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_format, "CHUNK_BYTES", 100 * KIB)
+    torch.manual_seed(0)
+    tensor = torch.randn(301, 20, 10)
+    with Checkpointer(tmp_path / "r", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(
+            1, {"a": tensor, "tied": tensor, "row": torch.ones(1, 50_000), "one": torch.tensor(3)}
+        ).result(60)
+    for dtype in (None, "bf16"):
+        export(tmp_path / "r", tmp_path / f"d{dtype}", run="exp", format="dcp", dtype=dtype)
+        into = {"a": torch.zeros(301, 20, 10), "tied": torch.zeros(301, 20, 10), "row": torch.zeros(1, 50_000)}
+        into["one"] = torch.tensor(0)
+        dcp.load(into, checkpoint_id=tmp_path / f"d{dtype}", no_dist=True)
+        expected = tensor if dtype is None else tensor.bfloat16().float()
+        assert torch.equal(into["a"], expected)
+        assert torch.equal(into["tied"], expected)
+        assert torch.equal(into["row"], torch.ones(1, 50_000))
+        assert into["one"] == 3
+    assert (tmp_path / "dNone" / "__0_0.distcp").stat().st_size < 1.2 * tensor.nbytes + 4 * 50_000
 
 
 def slots(state: dict[str, Any]) -> dict[int, dict[str, torch.Tensor]]:
