@@ -38,6 +38,7 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     """Add the sub-commands. `common` adds the arguments that all of them have."""
     export = actions.add_parser("export", help="write a step as files of transformers, safetensors, DCP or torch")
     common(export)
+    export.epilog = f"{export.epilog} · 6 no space"
     export.add_argument("dest", metavar="DEST", help="the folder (hf, dcp) or file (safetensors, torch) to write")
     export.add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
     export.add_argument(

@@ -9,8 +9,9 @@ Failure behaviour: `UsageError` for two entries with one name.
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,11 +29,15 @@ from torch.distributed.checkpoint.metadata import (
 
 from headrace.checkpoint.exchange import torch_format
 from headrace.checkpoint.exchange.output import OutputFile, Part
-from headrace.checkpoint.exchange.torch_format import TensorStub
+from headrace.checkpoint.exchange.torch_format import Storage, TensorStub, row_major
+from headrace.checkpoint.format.chunking import ITEM_BYTES
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.limits import MIB
 
 METADATA = ".metadata"
 _DATA = "__0_0.distcp"
+CHUNK_BYTES = 256 * MIB
+"""The largest chunk of a tensor, if its rows are smaller."""
 
 
 def output_files(state: Mapping[str, Any]) -> list[OutputFile]:
@@ -43,18 +48,42 @@ def output_files(state: Mapping[str, Any]) -> list[OutputFile]:
     storage: dict[MetadataIndex, _StorageInfo] = {}
     entries: dict[str, Any] = {}
     for name, value in flat.items():
-        key = _identity(value, name)
-        if key not in places:
-            padding = b"\0" * (-at % torch_format.ALIGN)
-            added = torch_format.parts(value, len(parts) + 1)
-            length = sum(len(part) for part in added)
-            parts += [padding, *added]
-            places[key] = at + len(padding), length
-            at += len(padding) + length
-        entries[name], index = _entry(name, value)
-        storage[index] = _StorageInfo(_DATA, *places[key])
+        chunks = list(_chunks(value))
+        entries[name] = _entry(value, [chunk for chunk, _ in chunks])
+        for number, (chunk, content) in enumerate(chunks):
+            key = _identity(value, name), number
+            if key not in places:
+                padding = b"\0" * (-at % torch_format.ALIGN)
+                added = torch_format.parts(content, len(parts) + 1)
+                length = sum(len(part) for part in added)
+                parts += [padding, *added]
+                places[key] = at + len(padding), length
+                at += len(padding) + length
+            index = MetadataIndex(name) if chunk is None else MetadataIndex(name, chunk.offsets, number)
+            storage[index] = _StorageInfo(_DATA, *places[key])
     meta = Metadata(entries, paths, storage, StorageMeta())
     return [OutputFile(_DATA, parts, checksums=True), OutputFile(METADATA, [pickle.dumps(meta)])]
+
+
+def _chunks(value: object) -> Iterator[tuple[ChunkStorageMetadata | None, object]]:
+    """The contents of an entry. A large tensor is cut into rows, because DCP loads a chunk of a tensor as a whole."""
+    if not isinstance(value, TensorStub):
+        yield None, value
+        return
+    data, origin = value.storage.data, (0,) * len(value.shape)
+    is_whole = value.storage.dtype == value.dtype and value.offset == 0 and value.stride == row_major(value.shape)
+    if not value.shape or not is_whole or len(data) <= CHUNK_BYTES:
+        yield ChunkStorageMetadata(torch.Size(origin), torch.Size(value.shape)), value
+        return
+    inner = data.count // value.shape[0]
+    rows = max(CHUNK_BYTES // (inner * data.item), 1)
+    for first in range(0, value.shape[0], rows):
+        count = min(rows, value.shape[0] - first)
+        start = data.start + first * inner * ITEM_BYTES[data.dtype]
+        part = Storage(dataclasses.replace(data, count=count * inner, start=start), value.dtype)
+        shape = count, *value.shape[1:]
+        offsets = torch.Size((first, *origin[1:]))
+        yield ChunkStorageMetadata(offsets, torch.Size(shape)), TensorStub(part, value.dtype, shape, value.stride)
 
 
 def _flattened(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -93,11 +122,8 @@ def _identity(value: object, name: str) -> object:
     return name
 
 
-def _entry(name: str, value: object) -> tuple[object, MetadataIndex]:
+def _entry(value: object, chunks: list[ChunkStorageMetadata | None]) -> object:
     if not isinstance(value, TensorStub):
-        return BytesStorageMetadata(), MetadataIndex(name)
-    size = torch.Size(value.shape)
-    origin = torch.Size([0] * len(size))
+        return BytesStorageMetadata()
     properties = TensorProperties(dtype=getattr(torch, value.dtype))
-    chunks = [ChunkStorageMetadata(origin, size)]
-    return TensorStorageMetadata(properties, size, chunks), MetadataIndex(name, origin, 0)
+    return TensorStorageMetadata(properties, torch.Size(value.shape), [chunk for chunk in chunks if chunk is not None])

@@ -18,23 +18,18 @@ import contextlib
 import json
 import mmap
 import os
-import pickle
-import re
 import stat
 import warnings
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from headrace.checkpoint.exchange import dcp_format, safetensors_format
+from headrace.checkpoint.exchange import dcp_format, safetensors_format, torch_source
 from headrace.checkpoint.exchange.safetensors_format import INDEX_SUFFIX, StoredTensor
 from headrace.checkpoint.state.tensors import empty
-from headrace.checkpoint.state.tree import MAX_DEPTH, join
 from headrace.dataio.core.errors import (
-    CapacityError,
     CorruptionError,
     NotFoundError,
     UnsupportedError,
@@ -43,15 +38,10 @@ from headrace.dataio.core.errors import (
 from headrace.dataio.core.limits import MIB
 
 _MAX_INDEX = 64 * MIB
-_MAX_STRUCTURE = 256 * MIB
-"""The largest `data.pkl` of a torch file."""
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _DCP_HINT = (
     "convert it where you trust it, and import the file: "
     "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE"
-)
-_CODE_HINT = (
-    "load it where you trust its author, and save only tensors and plain values: torch.save(model.state_dict())"
 )
 
 
@@ -78,12 +68,12 @@ def open_source(path: Path, stack: contextlib.ExitStack) -> Source:
         return _of_folder(path, files)
     if not path.is_file():
         raise UsageError(f"{path} is not a regular file", hint="give a file or a folder")
-    if _is_zip(path):
+    if torch_source.is_zip(path):
         return _of_torch(path, files)
     if path.name.endswith(INDEX_SUFFIX):
         return _of_folder(path.parent, files, path.name)
     if path.suffix in _TORCH_SUFFIXES:
-        raise _not_a_zip(path)
+        raise torch_source.not_a_zip(path)
     return _of_safetensors("safetensors", [path], files)
 
 
@@ -112,13 +102,11 @@ def _of_folder(folder: Path, files: _Files, index: str = "") -> Source:
             f"{folder} is a folder of torch.distributed.checkpoint, whose .metadata is a pickle that can run code",
             hint=_DCP_HINT,
         )
-    indexes = [index] if index else [name for name in names if name.endswith(INDEX_SUFFIX)]
-    single = [name for name in names if name.endswith(".safetensors")]
-    if len(indexes) == 1:
-        return _of_safetensors("hf", *_indexed(folder, indexes[0], files))
-    if "model.safetensors" in single or len(single) == 1:
-        name = "model.safetensors" if "model.safetensors" in single else single[0]
-        return _of_safetensors("hf", [_inside(folder, name)], files)
+    index = index or _one(names, "model.safetensors") or _one(names, INDEX_SUFFIX) or _one(names, ".safetensors")
+    if index.endswith(INDEX_SUFFIX):
+        return _of_safetensors("hf", *_indexed(folder, index, files))
+    if index:
+        return _of_safetensors("hf", [_inside(folder, index)], files)
     if "pytorch_model.bin.index.json" in names:
         return _of_bins(folder, files)
     if "pytorch_model.bin" in names:
@@ -128,6 +116,13 @@ def _of_folder(folder: Path, files: _Files, index: str = "") -> Source:
         f"{folder} is not recognised: it has no single safetensors index or file, and no pytorch_model.bin ({found})",
         hint="give the file itself, or the folder of one model",
     )
+
+
+def _one(names: list[str], suffix: str) -> str:
+    """The name that is `suffix`, else the only one that ends in it; "" if there is none."""
+    found = [name for name in names if name.endswith(suffix)]
+    default = suffix if suffix in names else f"model{suffix}"
+    return default if default in names else found[0] if len(found) == 1 else ""
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -216,7 +211,7 @@ def _mapped(fd: int, found: list[StoredTensor]) -> dict[str, torch.Tensor]:
 
 
 def _of_torch(path: Path, files: _Files) -> Source:
-    state, is_flat = _load_torch(path, files)
+    state, is_flat = torch_source.load(path, files.open(path))
     return Source("torch", state, is_flat, files.opened)
 
 
@@ -225,9 +220,10 @@ def _of_bins(folder: Path, files: _Files) -> Source:
     state: dict[Any, Any] = {}
     for name in dict.fromkeys(places.values()):
         path = _inside(folder, name)
-        shard, is_flat = _load_torch(path, files)
+        shard, is_flat = torch_source.load(path, files.open(path))
         if not is_flat or state.keys() & shard.keys():
-            raise CorruptionError(f"{path}: not a shard of tensors, or one is in another shard too", hint=_CODE_HINT)
+            problem = f"{path}: not a shard of tensors, or one is in another shard too"
+            raise CorruptionError(problem, hint="download all files again")
         state |= shard
     if state.keys() != places.keys():
         name = sorted(map(str, state.keys() ^ places.keys()))[0]
@@ -235,83 +231,3 @@ def _of_bins(folder: Path, files: _Files) -> Source:
             f"{folder}: the index and the shards disagree about tensor {name!r:.200}", hint="download all files again"
         )
     return Source("torch", state, True, files.opened)
-
-
-def _is_zip(path: Path) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
-
-
-def _not_a_zip(path: Path) -> UnsupportedError:
-    return UnsupportedError(
-        f"{path} is not in the zip format that torch.save has written since torch 1.6",
-        hint="load it where you trust its author, and write it again with torch.save",
-    )
-
-
-def _load_torch(path: Path, files: _Files) -> tuple[dict[Any, Any], bool]:
-    """The contents of a torch file, whose tensors are views of the mapped file, and whether all are tensors by name."""
-    if not _is_zip(path):
-        raise _not_a_zip(path)
-    _check_archive(path)
-    files.open(path)
-    try:
-        loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise _refused(path, str(error)) from None
-    except OSError:
-        raise
-    except Exception as error:  # a damaged structure can fail anywhere in torch
-        if "Cannot allocate memory" in str(error):  # torch maps files in a way that reserves memory for all of them
-            problem = f"{path} cannot be mapped: {error!s:.300}"
-            raise CapacityError(
-                problem, hint="use a machine with more memory, or save the tensors as safetensors"
-            ) from None
-        raise CorruptionError(f"{path} cannot be read: {error!s:.300}", hint="copy or download it again") from None
-    if not isinstance(loaded, dict) or not loaded:
-        raise UsageError(f"{path} holds a {type(loaded).__name__}", hint='save a dict, such as {"model": state_dict}')
-    _check_tensors(loaded, "", str(path), 0)
-    is_flat = all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items())
-    return dict(loaded), is_flat
-
-
-def _check_tensors(value: Any, path: str, file: str, depth: int) -> None:
-    """Refuse tensors that are larger than their bytes in the file, and a structure that is nested too deep."""
-    if depth > MAX_DEPTH:
-        raise UsageError(f"{file}: {path[:200]} is nested deeper than {MAX_DEPTH}", hint="save a flatter dict")
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta:
-        if value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise UnsupportedError(
-                f"{file}: elements of the tensor {path!r:.200} share memory", hint="save clone() of it instead"
-            )
-    elif isinstance(value, dict):
-        for key, inner in value.items():
-            _check_tensors(inner, join(path, key), file, depth + 1)
-    elif isinstance(value, (list, tuple, set)):
-        for number, inner in enumerate(value):
-            _check_tensors(inner, join(path, number), file, depth + 1)
-
-
-def _check_archive(path: Path) -> None:
-    """Check a torch file before torch reads it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            if len(infos) != len(archive.infolist()):
-                raise CorruptionError(f"{path} has two records of one name", hint="copy or download it again")
-            structure, order = infos.get("data.pkl"), infos.get("byteorder")
-            if structure is None or structure.file_size > _MAX_STRUCTURE:
-                raise UsageError(f"{path} is not a file of torch.save", hint="TorchScript archives are not imported")
-            if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
-                raise UsageError(f"{path} has compressed records", hint="write it again with torch.save")
-            if order is not None and archive.read(order) != b"little":
-                raise UnsupportedError(f"{path} was written on a big-endian machine", hint="write it again on this one")
-    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError) as error:
-        problem = f"{path} is cut off or damaged: {error!s:.200}"
-        raise CorruptionError(problem, hint="copy or download it again") from None
-
-
-def _refused(path: Path, message: str) -> UnsupportedError:
-    found = re.search(r"GLOBAL ([\w.]+)", message)
-    what = f"the code {found[1]}" if found else "something that weights_only=True does not read"
-    return UnsupportedError(f"{path} needs {what}: files that can run code are not imported", hint=_CODE_HINT)

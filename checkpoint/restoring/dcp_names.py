@@ -21,6 +21,7 @@ from headrace.checkpoint.state.tree import DCP_MARK, TensorRef
 from headrace.dataio.core.errors import CorruptionError
 
 Path = tuple[str | int, ...]
+_DIGITS = 18
 
 
 @dataclass(slots=True)
@@ -43,13 +44,20 @@ def is_dcp(document: object) -> bool:
 def of_document(document: Any) -> Names:
     """The names in the document of one rank."""
     try:
+        paths = {name: _checked(path) for name, path in document["paths"].items()}
         if "many" in document:
             cut = {name: path_from_cuts(name, cuts) for name, cuts in document["many"] if cuts is not None}
-            return Names({name: name for name, _ in document["many"]}, document["values"], document["paths"] | cut)
+            return Names({name: name for name, _ in document["many"]}, dict(document["values"]), paths | cut)
         tensors = {name: ref.name for name, ref in document["tensors"].items()}
-        return Names(tensors, document["values"], document["paths"])
+        return Names(tensors, dict(document["values"]), paths)
     except (KeyError, AttributeError, TypeError, ValueError) as error:
         raise CorruptionError(f"a document of DCP's is not readable: {error!r:.100}") from None
+
+
+def _checked(path: Any) -> Path:
+    if not isinstance(path, tuple) or not all(isinstance(part, (str, int)) for part in path):
+        raise TypeError("a path is not a tuple of texts and numbers")
+    return path
 
 
 def path_from_cuts(name: str, cuts: Iterable[int]) -> Path:
@@ -86,6 +94,8 @@ def nested(names: Names) -> dict[Any, Any]:
     for name, node in (entries | names.values).items():
         path = names.paths.get(name, (name,))
         inside: Any = root
+        if len(path) > tree.MAX_DEPTH:
+            raise CorruptionError(f"the path of DCP's name {name!r:.200} has {len(path)} parts")
         for key in path[:-1]:
             inside = inside.setdefault(key, {}) if isinstance(inside, dict) else None
         if not path or not isinstance(inside, dict) or path[-1] in inside:
@@ -103,9 +113,14 @@ def _unflattened(node: Any) -> Any:
     if isinstance(inner.get("param_groups"), list):
         state = inner.get("state", {})
         if isinstance(state, dict):
-            numbered = {int(key) if str(key).isdecimal() else key: value for key, value in state.items()}
+            numbered = {_number(key): value for key, value in state.items()}
             return {"state": numbered} | {key: value for key, value in inner.items() if key != "state"}
     return inner
+
+
+def _number(key: Any) -> Any:
+    """The number of a parameter; any other key as it is."""
+    return int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= _DIGITS else key
 
 
 def all_tensors(step: Step, rank: int) -> dict[str, Saved]:

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from headrace.checkpoint import Checkpointer, read
 from headrace.checkpoint.dcp import RepositoryWriter
-from headrace.dataio.core.errors import MismatchError
+from headrace.checkpoint.restoring import dcp_names
+from headrace.dataio.core.errors import CorruptionError, MismatchError
 from tests.support.ranks import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -114,3 +115,31 @@ def test_a_step_of_several_ranks_is_restored_by_one(tmp_path: Path) -> None:
     assert equal(found[0][0], found[1][0])
     assert equal(found[0][1], found[1][1])
     assert [group["lr"] for group in found[0][1]["param_groups"]] == [0.1, 0.01]
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {},
+        {"paths": [], "tensors": {}, "values": {}},
+        {"paths": {"a": 3}, "tensors": {}, "values": {"a": 1}},
+        {"paths": {"a": (None,)}, "tensors": {}, "values": {"a": 1}},
+        {"paths": {}, "tensors": {"a": "b"}, "values": {}},
+        {"paths": {}, "tensors": {}, "values": 3},
+        {"paths": {"a": ("x",) * 5000}, "tensors": {}, "values": {"a": 1}},
+        {"paths": {"a": ("x",), "b": ("x", "y")}, "tensors": {}, "values": {"a": 1, "b": 2}},
+        {"paths": {"a": ("x",), "b": ("x",)}, "tensors": {}, "values": {"a": 1, "b": 2}},
+        {"paths": {"a": ()}, "tensors": {}, "values": {"a": 1}},
+        {"paths": {}, "many": [3], "values": {}},
+        {"paths": {}, "many": [["a", ["b"]]], "values": {}},
+    ],
+    ids=str,
+)
+def test_malformed_documents_are_corruption(document: dict[str, Any]) -> None:
+    with pytest.raises(CorruptionError):
+        dcp_names.nested(dcp_names.of_document(document))
+
+
+def test_a_long_number_stays_a_text() -> None:
+    names = dcp_names.Names({}, {"a": [], "b": 1}, {"a": ("o", "param_groups"), "b": ("o", "state", "9" * 5000, "s")})
+    assert list(dcp_names.nested(names)["o"]["state"]) == ["9" * 5000]

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from headrace.checkpoint import RNG, Checkpointer, export
-from headrace.checkpoint.exchange import output, writing
+from headrace.checkpoint import RNG, Checkpointer, export, import_checkpoint
+from headrace.checkpoint.exchange import dcp_format, output, writing
 from headrace.checkpoint.exchange.exporting import ExportReport
-from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import CapacityError, CorruptionError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.core.limits import KIB
 from tests.support.disks import disk
 
@@ -170,6 +170,27 @@ def test_dcp_loads_the_folder(saved: Saved, tmp_path: Path) -> None:
     assert all(same(into["optimizer"]["state"][i], slots(state)[i]) for i in slots(state))
     assert (into["epoch"], into["other"]["none"], into["other"]["list"][1]) == (3, None, (1, "a"))
     assert torch.equal(into["other"]["big"], state["other"]["big"])
+
+
+def test_dcp_reads_a_large_tensor_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_format, "CHUNK_BYTES", 100 * KIB)
+    torch.manual_seed(0)
+    tensor = torch.randn(301, 20, 10)
+    with Checkpointer(tmp_path / "r", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(
+            1, {"a": tensor, "tied": tensor, "row": torch.ones(1, 50_000), "one": torch.tensor(3)}
+        ).result(60)
+    for dtype in (None, "bf16"):
+        export(tmp_path / "r", tmp_path / f"d{dtype}", run="exp", format="dcp", dtype=dtype)
+        into = {"a": torch.zeros(301, 20, 10), "tied": torch.zeros(301, 20, 10), "row": torch.zeros(1, 50_000)}
+        into["one"] = torch.tensor(0)
+        dcp.load(into, checkpoint_id=tmp_path / f"d{dtype}", no_dist=True)
+        expected = tensor if dtype is None else tensor.bfloat16().float()
+        assert torch.equal(into["a"], expected)
+        assert torch.equal(into["tied"], expected)
+        assert torch.equal(into["row"], torch.ones(1, 50_000))
+        assert into["one"] == 3
+    assert (tmp_path / "dNone" / "__0_0.distcp").stat().st_size < 1.2 * tensor.nbytes + 4 * 50_000
 
 
 def slots(state: dict[str, Any]) -> dict[int, dict[str, torch.Tensor]]:
@@ -390,3 +411,40 @@ def test_progress_counts_every_byte(saved: Saved, tmp_path: Path) -> None:
     report = run(saved, tmp_path / "m", max_shard_size=4 * KIB, progress=seen.append)
     assert seen[-1].bytes == seen[-1].bytes_total == report.bytes
     assert [each.bytes for each in seen] == sorted(each.bytes for each in seen)
+
+
+# the repository
+
+
+@pytest.mark.parametrize("compression", ["zstd", "auto", "delta"])
+def test_compressed_steps_are_exported(tmp_path: Path, compression: str) -> None:
+    torch.manual_seed(0)
+    state = {"w": torch.randn(600, 1000).bfloat16(), "z": torch.zeros(500, 1000)}
+    with Checkpointer(tmp_path / "r", run="exp", sidecar=None, compression=compression) as checkpointer:
+        checkpointer.save(1, state).result(60)
+        state["w"] += 0.001
+        checkpointer.save(2, state).result(60)
+    export(tmp_path / "r", tmp_path / "x.safetensors", run="exp", format="safetensors")
+    assert same(safetensors.load_file(tmp_path / "x.safetensors"), state)
+
+
+def test_a_damaged_chunk_is_named_and_the_target_gets_no_name(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "r", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, {"w": torch.arange(100_000), "v": torch.ones(3)}).result(60)
+    (pack,) = (tmp_path / "r" / "packs").rglob("*.pack")
+    with open(pack, "r+b") as file:
+        file.seek(pack.stat().st_size // 2)
+        file.write(b"damage")
+    with pytest.raises(CorruptionError, match="step 1 of run exp is damaged: tensor 'w'"):
+        export(tmp_path / "r", tmp_path / "x.pt", run="exp", format="torch")
+    assert not (tmp_path / "x.pt").exists()
+    export(tmp_path / "r", tmp_path / "v.pt", run="exp", format="torch", include="v")  # what is not damaged is exported
+
+
+def test_from_s3_and_back(s3_url: str, saved: Saved, tmp_path: Path) -> None:
+    run(saved, tmp_path / "m.pt", format="torch", include="model")
+    import_checkpoint(tmp_path / "m.pt", s3_url, run="in")
+    report = export(s3_url, tmp_path / "hf", run="in")
+    found = safetensors.load_file(tmp_path / "hf" / "model.safetensors")
+    assert report.tied == {"head.weight": "embed.weight"}
+    assert torch.equal(found["inner.weight"], saved[1]["model"].inner.weight)

@@ -118,6 +118,22 @@ def test_shards_of_pytorch_model_bin_are_joined(tmp_path: Path) -> None:
         assert torch.equal(step["model/w2"].read(), torch.full((3,), 2.0))
 
 
+def test_sparse_tensors_of_a_torch_file_are_restored(tmp_path: Path) -> None:
+    content = {"s": torch.eye(50).to_sparse(), "d": torch.arange(3), "e": torch.empty(0, 2), "n": {"x": {1, 2}}}
+    torch.save(content, tmp_path / "m.pt")
+    imported(tmp_path / "m.pt", tmp_path / "r")
+    state = {
+        "s": torch.zeros(50, 50).to_sparse(),
+        "d": torch.zeros(3).long(),
+        "e": torch.empty(0, 2),
+        "n": {"x": set()},
+    }
+    restored(tmp_path / "r", "in", state)
+    assert torch.equal(state["s"].to_dense(), torch.eye(50))
+    assert torch.equal(state["d"], torch.arange(3))
+    assert state["n"] == {"x": {1, 2}}
+
+
 def test_names_entry_and_base(tmp_path: Path) -> None:
     safetensors.save_file({"module.a": torch.arange(100_000), "module.b": torch.ones(2)}, tmp_path / "m.safetensors")
     imported(tmp_path / "m.safetensors", tmp_path / "r", entry="teacher", rename={"module.": ""})
@@ -270,6 +286,7 @@ def test_damaged_torch_files_are_refused(tmp_path: Path) -> None:
         ({"data.pkl": b"garbage"}, 0),
         ({"data.pkl": pickle.dumps({"w": 1})[:5]}, 0),
         ({"data/0": b"short"}, 0),
+        ({"data/0": b"short", "data/1": bytes(900_000)}, 0),
         ({}, zipfile.ZIP_DEFLATED),
     ]
     for change, compression in changes:
