@@ -51,7 +51,7 @@ class Target:
     @property
     def place(self) -> Place:
         """Its memory. It differs from that of a later tensor also if the allocator uses the address again."""
-        return StorageWeakRef(self.local.untyped_storage()), self.local.data_ptr()
+        return StorageWeakRef(self.local.untyped_storage()), self.local.data_ptr()  # type: ignore[no-untyped-call]
 
     def run_start(self, unit: int) -> int | None:
         """Where the part begins in the bytes of the published tensor, in units of `unit` bytes; None if it is no run."""

@@ -11,11 +11,14 @@ import torch
 
 from headrace.checkpoint import Checkpointer, Subscriber
 from headrace.checkpoint.format.chunking import ITEM_BYTES, Box
+from headrace.checkpoint.format.documents import encode
 from headrace.checkpoint.publishing import changes, publisher, records, source, subscriber, targets, weights
+from headrace.checkpoint.publishing.difference import Bytes
 from headrace.checkpoint.publishing.publisher import Held, publish
 from headrace.checkpoint.publishing.records import Published
 from headrace.checkpoint.publishing.source import Choice
 from headrace.checkpoint.repository import steps
+from headrace.checkpoint.state.tensors import as_bits
 from headrace.dataio.core.errors import ConflictError, CorruptionError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
@@ -43,7 +46,7 @@ class Versions:
     def rewrite(self, record: Published) -> None:
         """Store a record in place of the one with its number."""
         path = self.directory / records.key_of(record.name, record.number)
-        path.write_bytes(records.encode(record))
+        path.write_bytes(encode(record))
 
     def tags(self) -> list[str]:
         return sorted(path.name for path in self.directory.glob("tags/*"))
@@ -141,7 +144,7 @@ def test_every_dtype_is_published(versions: Versions, shape: tuple[int, ...]) ->
             versions.publish(state(seed))
             following.wait(10).apply(held)
             for name, value in state(seed).items():
-                assert torch.equal(targets.as_bits(held[name].detach()), targets.as_bits(value)), name
+                assert torch.equal(as_bits(held[name].detach()), as_bits(value)), name
 
 
 def test_tensors_come_go_and_change_their_shape(versions: Versions) -> None:
@@ -365,7 +368,7 @@ def test_rows_that_are_longer_than_a_piece(
     sizes = list[int]()
     real = source._bytes_of
 
-    def counted(tensor: torch.Tensor, dtype: torch.dtype) -> source.Bytes:
+    def counted(tensor: torch.Tensor, dtype: torch.dtype) -> Bytes:
         data = real(tensor, dtype)
         sizes.append(len(data))
         return data
