@@ -31,7 +31,7 @@ import torch
 from headrace.checkpoint.publishing import records
 from headrace.checkpoint.publishing.changes import OtherContentError, PreparedChanges, from_step, from_updates
 from headrace.checkpoint.publishing.records import Published
-from headrace.checkpoint.publishing.targets import Target, targets_of
+from headrace.checkpoint.publishing.targets import Place, Target, targets_of
 from headrace.checkpoint.publishing.updates import Update, stored_bytes
 from headrace.checkpoint.publishing.weights import Weights, load_weights
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
@@ -52,11 +52,11 @@ class State:
 
     Args:
         version: the record and its table; None if the tensors hold no version.
-        places: the addresses of the tensors' memory by name.
+        places: the tensors' memory by name.
     """
 
     version: tuple[Published, Weights] | None = None
-    places: Mapping[str, int] = field(default_factory=dict)
+    places: Mapping[str, Place] = field(default_factory=dict)
 
 
 class Subscriber:
@@ -240,7 +240,7 @@ class NewVersion:
     def _changes(self, targets: Mapping[str, Target]) -> PreparedChanges:
         store, before = self._subscriber.store, self._state.places
         changed = self._weights.changed_blocks(self._held[1]) if self._held else None
-        if any(before.get(name, target.place) != target.place for name, target in targets.items()):
+        if any(name in before and before[name] != target.place for name, target in targets.items()):
             _log.warning("the tensors are not those of version %s of %s: all are read", self.parent, self._record.name)
             changed = None
         elif self._chain is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from headrace.checkpoint import sharding
 from headrace.checkpoint.format.chunking import Box, run_start, whole
@@ -24,6 +25,7 @@ from headrace.checkpoint.publishing.weights import BLOCK_BYTES, TensorBlocks, We
 from headrace.checkpoint.state.tensors import as_bits, byte_range, is_wrapper, name_of, overlapping
 from headrace.dataio.core.errors import UsageError
 
+Place = tuple[StorageWeakRef, int]
 I64 = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
@@ -47,9 +49,9 @@ class Target:
         return self.box.local == self.box.shape
 
     @property
-    def place(self) -> int:
-        """The address of its memory."""
-        return self.local.data_ptr()
+    def place(self) -> Place:
+        """Its memory. It differs from that of a later tensor also if the allocator uses the address again."""
+        return StorageWeakRef(self.local.untyped_storage()), self.local.data_ptr()  # type: ignore[no-untyped-call]
 
     def run_start(self, unit: int) -> int | None:
         """Where the part begins in the bytes of the published tensor, in units of `unit` bytes; None if it is no run."""

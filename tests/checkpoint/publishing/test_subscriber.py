@@ -255,7 +255,7 @@ def test_waiting_and_mistakes(trainer: Trainer) -> None:
         version.apply(held)
         with pytest.raises(UsageError, match="wait"):
             version.apply(held)
-    for name in ("a/b", "", "x" * 101):
+    for name in ("a/b", "", "x" * 81):
         with pytest.raises(UsageError):
             Subscriber(trainer.url, name)
     with pytest.raises(UsageError, match="bfloat"):
