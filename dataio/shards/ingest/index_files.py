@@ -231,9 +231,8 @@ class FileIndexer:
         base, _ = history.load(self._store, run.journal.begin(newest.version))
         result = run.run(self._task(len(base.shards)), self._engine, self._options.workers, reporter)
         shards, parts = run.index(len(base.index), _NothingNewError)
-        report = run.report(
-            reporter, result, time.monotonic() - started
-        )  # now: another follower may delete the journal
+        # made before the commit, since another follower of the same files may delete the journal after it
+        report = run.report(reporter, result, time.monotonic() - started)
         _crash_after_index()
         document = self._commit(run, shards, parts, mounts, message)
         _crash_after_version()

@@ -25,6 +25,7 @@ import json
 import math
 import os
 import re
+import urllib.parse
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,10 +150,14 @@ def _check_path(where: str, column: str, path: object) -> None:
 
 
 def _resolved(manifest: str, where: str, path: str) -> str:
-    """Return the row's path or URL. A relative path is resolved against the manifest."""
+    """Return the row's path or URL. A relative path is resolved against the manifest.
+
+    Escapes such as `%20` in the URL of a web server are decoded, because the store of the server encodes keys itself.
+    """
     if is_url(path):
         try:
-            return join_url(*path.rsplit("/", 1))
+            url = join_url(*path.rsplit("/", 1))
+            return urllib.parse.unquote(url) if url.startswith(("http://", "https://")) else url
         except UsageError as error:
             raise UsageError(f"{where}: {error.message}", hint=error.hint) from error
     if not is_url(manifest):

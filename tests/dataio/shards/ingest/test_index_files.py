@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.dataio import Columns, Dataset, index, pack, verify
-from headrace.dataio.core.errors import CapacityError, NotFoundError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import (
+    AccessDeniedError,
+    CapacityError,
+    CorruptionError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from headrace.dataio.shards import export
 from headrace.dataio.shards.ingest import file_units
 from headrace.dataio.shards.tar import dali_index
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.mounts import MAX_MOUNTS, Mounts, url_of
 from headrace.dataio.store.open import open_store
+from tests.dataio.store.test_fsspec import _Ranged
 from tests.support import headrace_command
 from tests.support.written_media import write_clip, write_wav
 
@@ -197,6 +208,31 @@ def test_an_object_may_belong_to_two_samples(clips: Path, tmp_path: Path) -> Non
         assert len(set(contents(dataset).values())) == 1
 
 
+def test_a_manifest_names_files_on_a_web_server(clips: Path, tmp_path: Path) -> None:
+    (clips / "with space.wav").write_bytes((clips / "deep/c.wav").read_bytes())
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Ranged, directory=str(clips)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        names = ["with%20space.wav", "deep/c.wav", "nothing.wav"]
+        (tmp_path / "rows.csv").write_text("path,key\n" + "\n".join(f"{url}/{one},k{n}" for n, one in enumerate(names)))
+        with index(tmp_path / "rows.csv", tmp_path / "set", workers=1) as dataset:
+            assert list(dataset.keys) == ["k0", "k1"]
+            assert {dataset.read(s, "wav") for s in dataset} == {(clips / "deep/c.wav").read_bytes()}
+            assert dataset.report is not None
+            assert [item.code for item in dataset.report.skipped] == ["not_found"]
+        with pytest.raises(AccessDeniedError, match="public"):  # a private address needs trust
+            dataset = Dataset(tmp_path / "set")
+            dataset.read(dataset.sample(0), "wav")
+        with Dataset(tmp_path / "set", trust_mounts=True) as dataset:
+            assert dataset.read(dataset.find("k0"), "wav") == (clips / "deep/c.wav").read_bytes()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
 # the layout
 
 
@@ -313,7 +349,6 @@ def test_files_below_a_dataset_do_not_merge_into_another(clips: Path, tmp_path: 
 
 
 def test_a_forged_list_replaces_no_file_of_the_target(clips: Path, tmp_path: Path) -> None:
-    from headrace.dataio.core.errors import CorruptionError
     from headrace.dataio.store.joined import JoinedObject, copy_files, write_files
 
     target: Store = open_store(tmp_path / "target")
