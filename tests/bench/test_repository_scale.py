@@ -55,7 +55,8 @@ def test_all_actions_succeed_and_are_measured(
 
 def test_every_command_of_ckpt_is_measured() -> None:
     commands = {action.arguments[0] for action in repository.actions(4, 1) if action.function == "ckpt"}
-    assert commands == {"ls", "check", *cli.COMMANDS}
+    moves_tensors = {"export", "import", "copy", "publish", "state"}  # their cost is that of the state, not of the steps
+    assert commands == {"ls", "check", *cli.COMMANDS} - moves_tensors
 
 
 @pytest.fixture(params=[(6, 3), (4, 120)])
