@@ -127,7 +127,7 @@ def test_sparse_tensors_of_a_torch_file_are_restored(tmp_path: Path) -> None:
     }
     torch.save(content, tmp_path / "m.pt")
     imported(tmp_path / "m.pt", tmp_path / "r")
-    state = {
+    state: dict[str, Any] = {
         "s": torch.zeros(50, 50).to_sparse(),
         "d": torch.zeros(3).long(),
         "e": torch.empty(0, 2),
