@@ -119,10 +119,15 @@ def test_shards_of_pytorch_model_bin_are_joined(tmp_path: Path) -> None:
 
 
 def test_sparse_tensors_of_a_torch_file_are_restored(tmp_path: Path) -> None:
-    content = {"s": torch.eye(50).to_sparse(), "d": torch.arange(3), "e": torch.empty(0, 2), "n": {"x": {1, 2}}}
+    content: dict[str, Any] = {
+        "s": torch.eye(50).to_sparse(),
+        "d": torch.arange(3),
+        "e": torch.empty(0, 2),
+        "n": {"x": {1, 2}},
+    }
     torch.save(content, tmp_path / "m.pt")
     imported(tmp_path / "m.pt", tmp_path / "r")
-    state = {
+    state: dict[str, Any] = {
         "s": torch.zeros(50, 50).to_sparse(),
         "d": torch.zeros(3).long(),
         "e": torch.empty(0, 2),
