@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from headrace.checkpoint.copies import chunks, step
+from headrace.checkpoint.copies import chunks
 from headrace.checkpoint.copies.identity import TimelineCopier
 from tests.simulation.copies import CopyHistory
 from tests.simulation.history import BrokenPromiseError
@@ -59,9 +59,7 @@ def test_none_of_many_histories_of_a_copy_breaks_a_promise(part: int) -> None:
 
 PLANTED: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     "timelines are not copied": lambda: mock.patch.object(TimelineCopier, "copy", return_value=None),
-    "packs that are taken over are not of the attempt": lambda: mock.patch.object(
-        step.chunk_copies, "take_over", _of_any_attempt
-    ),
+    "packs that are taken over are not of the attempt": lambda: mock.patch.object(chunks, "take_over", _of_any_attempt),
 }
 
 
