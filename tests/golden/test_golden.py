@@ -123,7 +123,7 @@ def test_steps_in_groups_without_totals_are_read_listed_and_collected(tmp_path: 
         assert [step.step for step in done.tombstones] == [1]
         assert len([key for key, _ in done.objects if key.endswith(".pack")]) == 0  # step 2 needs "frozen" of all ranks
         assert check.check(store).clean
-    for run, step, path in (("own", 2, "model/"), ("dcp", 3, "tensors/")):
+    for run, step, path in (("own", 2, "model/"), ("dcp", 3, "")):
         with read(url, run=run, step=step) as saved:
             assert torch.equal(saved[f"{path}rows"].read(), whole * step)
             assert torch.equal(saved[f"{path}columns"].read(), whole * step)
