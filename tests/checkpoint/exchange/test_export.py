@@ -248,7 +248,7 @@ def test_rename_takes_prefixes_names_patterns_and_functions(saved: Saved, tmp_pa
         ({"format": "torch", "rename": {"model/": "epoch/"}}, "would both be called 'epoch'"),
         ({"format": "dcp", "rename": {"scalar": "model.mask"}}, "DCP would give two entries one name"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else ", ".join(value),
 )
 def test_mistakes_are_named_and_nothing_is_written(
     saved: Saved, tmp_path: Path, options: dict[str, Any], message: str
