@@ -4,7 +4,8 @@ Parts are read in the order of their tensors by a few threads. A cache keeps the
 chunk may hold many small tensors. Where the chunks of two tensors cannot be compared, blocks of the global tensor are
 read instead.
 Invariant: every chunk is compared with its digest. A chunk that both steps have is not read, unless a block needs it.
-Memory: `CACHE_BYTES` of chunks, and a few MiB for each thread, or two blocks where blocks are read. It does not depend on the sizes of the tensors.
+Memory: `CACHE_BYTES` of chunks, and a few MiB for each thread, or two blocks where blocks are read. It
+does not depend on the sizes of the tensors.
 Failure behaviour: `CorruptionError` names the step, the tensor, the pack and the offset.
 """
 
