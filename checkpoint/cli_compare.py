@@ -11,6 +11,7 @@ import contextlib
 import fnmatch
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -124,9 +125,15 @@ def _included(patterns: Sequence[str] | None) -> Callable[[str], bool] | None:
 def _as_json(found: StepDiff) -> dict[str, object]:
     fields = asdict(found)
     fields["equal_names"] = sorted(set(found.equal_names))
-    for row, change in zip(fields["changed"], found.changed, strict=True):
-        row["relative"] = change.relative
+    fields["changed"] = [_finite(asdict(each) | {"relative": each.relative}) for each in found.changed]
     return fields | {"is_equal": found.is_equal}
+
+
+def _finite(row: dict[str, object]) -> dict[str, object]:
+    """The row with None in place of numbers that JSON does not have."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
 
 
 def lines(found: StepDiff) -> list[str]:

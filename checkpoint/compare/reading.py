@@ -4,7 +4,8 @@ Parts are read in the order of their tensors by a few threads. A cache keeps the
 chunk may hold many small tensors. Where the chunks of two tensors cannot be compared, blocks of the global tensor are
 read instead.
 Invariant: every chunk is compared with its digest. A chunk that both steps have is not read, unless a block needs it.
-Memory: `CACHE_BYTES` of chunks, and a few MiB for each thread. It does not depend on the sizes of the tensors.
+Memory: `CACHE_BYTES` of chunks, and a few MiB for each thread, or two blocks where blocks are read. It
+does not depend on the sizes of the tensors.
 Failure behaviour: `CorruptionError` names the step, the tensor, the pack and the offset.
 """
 
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from headrace.checkpoint.compare import tensors
 from headrace.checkpoint.compare.numbers import Change, compare
 from headrace.checkpoint.compare.tensors import Found, Piece
-from headrace.checkpoint.format.chunking import ITEM_BYTES, Box, nbytes
+from headrace.checkpoint.format.chunking import Box, nbytes
 from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository.fetch import Step, in_order
 from headrace.checkpoint.restoring import chunk_reader
@@ -131,11 +132,7 @@ class PairReader:
             if pair.found is not None:
                 yield from ((number, pair, part) for part in pair.found.parts)
                 continue
-            item = ITEM_BYTES[pair.a.dtype]
-            left = tensors.remaining(pair.a, pair.b)
-            for block in tensors.blocks(pair.a.shape, item):
-                if tensors.overlapping(block, left, item):
-                    yield number, pair, block
+            yield from ((number, pair, block) for block in tensors.blocks_to_read(pair.a, pair.b))
 
     def _one(self, work: tuple[int, Pair, tensors.Part | Box | None]) -> tuple[int, Change]:
         number, pair, what = work

@@ -25,7 +25,7 @@ from headrace.checkpoint.format.manifest import Chunk, Rows, Tensor
 from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring.chunk_reader import Saved
 
-BLOCK_BYTES = 8 << 20
+BLOCK_BYTES = 16 << 20
 """The size of the blocks that are read where chunks cannot be compared, in bytes, unless one element is larger."""
 Space = tuple[tuple[int, ...], tuple[int, ...]] | None
 """None for the bytes of the global tensor; otherwise offset and size of a shard that is a space of its own."""
@@ -115,7 +115,16 @@ def blocks(shape: tuple[int, ...], item_bytes: int, most: int = BLOCK_BYTES) -> 
     yield from (Box(shape, offset, local) for offset, local in _cut(shape, max(most // item_bytes, 1)))
 
 
-def overlapping(block: Box, left: list[tuple[Box, int, int]], item_bytes: int) -> bool:
+def blocks_to_read(a: Saved, b: Saved) -> Iterator[Box]:
+    """The blocks of two tensors that may differ. If most of their pieces are not the same, these are all blocks."""
+    item, left = ITEM_BYTES[a.dtype], remaining(a, b)
+    reads_all = 2 * sum(length for _, _, length in left) > size_of(a)
+    for block in blocks(a.shape, item):
+        if reads_all or _overlap(block, left, item):
+            yield block
+
+
+def _overlap(block: Box, left: list[tuple[Box, int, int]], item_bytes: int) -> bool:
     """Whether a block has an element of any of these pieces."""
     return any(
         box.overlaps(block) and sharding.overlaps(box, block, item_bytes, at, length) for box, at, length in left

@@ -11,7 +11,7 @@ from blake3 import blake3
 from msgspec.structs import replace
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Base, StepName, Timeline, encode
+from headrace.checkpoint.format.documents import Base, Timeline, encode
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import fetch, timeline
 from headrace.checkpoint.repository.inventory import many
@@ -78,7 +78,6 @@ class TimelineCopier:
     def __init__(self, source: Store, source_run: str, store: Store, run: str) -> None:
         self._source, self._source_run, self._store, self._run = source, source_run, store, run
         self._known: set[int] = set()
-        self._parents: dict[int, StepName | None] = {}
 
     def copy(self) -> None:
         """Copy the missing timelines, and mark the timeline that readers of the source follow."""
@@ -89,23 +88,31 @@ class TimelineCopier:
             raise _diverged(self._store, self._run, unknown[0], "the source does not have it")
         new = [number for number in numbers if number not in self._known]
         documents = list(many(lambda number: timeline.read_timeline(self._source, self._source_run, number), new))
-        for document in documents:
-            self._copy(document)
+        self._compare([document for document in documents if document.timeline in theirs])
+        for document in documents:  # in order, so that a parent is copied before its children
+            if document.timeline not in self._known:
+                self._copy(document)
         if followed and timeline.newest_step(self._store, self._run, followed) is None:
             newest = next(timeline.steps_newest_first(self._source, self._source_run, followed), 0)
             timeline.record_newest(self._store, self._run, followed, newest)
         _timelines_copied()
 
     def _copy(self, document: Timeline) -> None:
-        number = document.timeline
         wanted = replace(document, run=self._run)
-        if self._store.put_if_absent(names.timeline(self._run, number), encode(wanted)):
+        if self._store.put_if_absent(names.timeline(self._run, document.timeline), encode(wanted)):
             _one_timeline()
+            self._known.add(document.timeline)
         else:
-            found = timeline.read_timeline(self._store, self._run, number)
-            if (found.nonce, found.parent) != (wanted.nonce, wanted.parent):
-                raise _diverged(self._store, self._run, number, f"there it was opened by {found.process}")
-        self._known.add(number)
+            self._compare([document])
+
+    def _compare(self, documents: list[Timeline]) -> None:
+        """Check that the destination has these timelines, and not others with their numbers."""
+        numbers = [document.timeline for document in documents]
+        found = many(lambda number: timeline.read_timeline(self._store, self._run, number), numbers)
+        for wanted, there in zip(documents, found, strict=True):
+            if (there.nonce, there.parent) != (wanted.nonce, wanted.parent):
+                raise _diverged(self._store, self._run, wanted.timeline, f"there it was opened by {there.process}")
+            self._known.add(wanted.timeline)
 
 
 def _diverged(store: Store, run: str, number: int, how: str) -> ConflictError:
