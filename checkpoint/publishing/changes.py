@@ -194,7 +194,9 @@ def from_step(
             blocks = range(target.form.blocks) if changed is None else changed.get(name, ())
             held = [block for block in blocks if target.holds(block)]
             if name not in tensors:
-                raise CorruptionError(f"step {record.step} of run {record.run} has no tensor {name!r:.200}")
+                raise CorruptionError(
+                    f"step {record.step} of run {record.run} has no tensor {name!r:.200}", hint="publish again"
+                )
             for block, data in _read(tensors[name], held):
                 _verify(target.form, block, data)
                 _add_part(prepared, target, block, data)

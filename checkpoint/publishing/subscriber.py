@@ -65,7 +65,7 @@ class Subscriber:
     Args:
         url (str | os.PathLike[str] | Store): The repository: a path, `s3://bucket/prefix`, or an open `Store`.
         name (str): The published name.
-        poll (float): Seconds between two looks for a new version. Default: 1.
+        poll (float): Seconds between two looks for a new version, each of which is one request. Default: 1.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
 
     Attributes:
@@ -132,7 +132,10 @@ class Subscriber:
             looks += 1
             remaining = self._poll if until is None else min(self._poll, until - self.clock.monotonic())
             if remaining <= 0:
-                raise DeadlineError(f"no new version of {self.name} within {timeout:g} s")
+                raise DeadlineError(
+                    f"no new version of {self.name} within {timeout:g} s",
+                    hint="wait again; `headrace ckpt published` lists the newest versions",
+                )
             self.clock.sleep(remaining)
         return version
 
@@ -207,12 +210,12 @@ class NewVersion:
         """Bring the tensors to this version: `prepare`, then `commit`.
 
         Args:
-            tensors (Mapping[str, torch.Tensor]): The tensors by their published names, such as `model.state_dict()`. A
-                `DTensor` gets this rank's part. Other entries are left as they are.
+            tensors (Mapping[str, torch.Tensor]): The tensors by their published names, such as `model.state_dict()`: those
+                of the version before. A `DTensor` gets this rank's part. Other entries are left as they are.
 
         Raises:
-            UsageError: A published tensor is missing, or has another shape or dtype; nothing was changed. Or the
-                subscriber has applied another version since.
+            UsageError: A published tensor is missing, has another shape or dtype, or shares memory with one of other
+                values; nothing was changed. Or the subscriber has applied another version since.
             NotFoundError, CorruptionError: The step was removed or is damaged.
         """
         self.prepare(tensors).commit()

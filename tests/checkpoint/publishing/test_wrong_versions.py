@@ -147,6 +147,32 @@ def test_every_dtype_is_published(versions: Versions, shape: tuple[int, ...]) ->
                 assert torch.equal(as_bits(held[name].detach()), as_bits(value)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(("offset", "local"), [((1, 2), (3, 5)), ((0, 0), (0, 0)), ((4, 0), (2, 7)), ((5, 3), (1, 2))])
+def test_parts_of_all_sizes_of_elements(
+    versions: Versions,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    offset: tuple[int, int],
+    local: tuple[int, int],
+) -> None:
+    states = [torch.arange(42).reshape(6, 7).to(dtype)]
+    for _ in range(3):
+        states.append(states[-1].clone())
+        bits = (
+            as_bits(states[-1]) if dtype is not torch.complex128 else torch.view_as_real(states[-1]).view(torch.int64)
+        )
+        bits.view(-1)[::5] ^= 1
+    held = {"a": torch.zeros(local, dtype=dtype)}
+    as_part(monkeypatch, ("a",), Box((6, 7), offset, local))
+    wanted = [state[offset[0] : offset[0] + local[0], offset[1] : offset[1] + local[1]] for state in states]
+    with Subscriber(versions.store, "policy") as following:
+        for number in (0, 1, 3):
+            versions.publish({"a": states[number]})
+            following.wait(10).apply(held)
+            assert torch.equal(held["a"].view(torch.uint8), wanted[number].contiguous().view(torch.uint8))
+
+
 def test_tensors_come_go_and_change_their_shape(versions: Versions) -> None:
     states: list[State] = [
         {"a": torch.arange(100.0), "b": torch.zeros(3)},
