@@ -4,7 +4,7 @@ Invariants:
 
 - *All or nothing.* Everything is fetched, decoded and verified before the first element changes. The changes that follow
   make no request. So tensors hold one version, or an error was raised before they changed.
-- Elements that did not change are not written. If the program changed tensors between two versions, and an update shows
+- Blocks that did not change are not written. If the program changed tensors between two versions, and an update shows
   it, all blocks are read from the step. So they are if the tensors have other memory than those of the version before.
 - A block that is completely in a tensor of this process has the digest of the version's table after the change. For
   parts of tensors, the bytes of the update or of the step are verified.
@@ -153,19 +153,20 @@ class Subscriber:
     def begin_writing(self, expected: State) -> State:
         """Note that tensors are written now, and hold no version meanwhile. Returns the new state."""
         with self._lock:
-            self._require(expected)
+            self.require(expected)
             self._state = State()
             return self._state
 
     def commit(self, expected: State, changes: PreparedChanges, new: State) -> None:
         """Apply changes that were prepared for tensors in the state `expected`."""
         with self._lock:
-            self._require(expected)
+            self.require(expected)
             self._state = State()  # stays if the changes fail
             changes.commit()
             self._state = new
 
-    def _require(self, expected: State) -> None:
+    def require(self, expected: State) -> None:
+        """Raise `UsageError` if the tensors are not in this state any more."""
         if self._state is not expected:
             raise UsageError("another version was applied meanwhile", hint="call wait() again")
 
@@ -237,6 +238,7 @@ class NewVersion:
         targets = targets_of(self._weights, tensors)
         if self._held is None:
             self._state = self._subscriber.begin_writing(self._state)
+        self._subscriber.require(self._state)
         new = State((self._record, self._weights), {name: target.place for name, target in targets.items()})
         return Prepared(self._subscriber, self._state, self._changes(targets), new)
 

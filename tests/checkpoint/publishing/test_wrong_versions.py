@@ -375,6 +375,25 @@ def test_names(versions: Versions, name: str) -> None:
         assert f"{records.require(versions.store, other).tag}.json" in kept
 
 
+def test_changes_need_no_more_memory_than_the_weights(versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, sizes = {"a": torch.zeros(600_000, dtype=torch.bfloat16)}, list[int]()
+    state = torch.randint(0, 1 << 14, (600_000,), dtype=torch.int16)
+    with Subscriber(versions.store, "policy") as following:
+        versions.publish({"a": state.view(torch.bfloat16)})
+        following.wait(10).apply(held)
+        state[torch.rand(600_000) < 0.6] ^= 3
+        assert versions.publish({"a": state.view(torch.bfloat16)}).update is not None
+        run = changes._Write.run
+        monkeypatch.setattr(
+            changes._Write,
+            "run",
+            lambda w: (sizes.append(w.values.nbytes + getattr(w.where, "nbytes", 0)), run(w)),
+        )
+        following.wait(10).apply(held)
+    assert torch.equal(held["a"].view(torch.int16), state)
+    assert sum(sizes) <= held["a"].nbytes
+
+
 def test_the_last_number(versions: Versions) -> None:
     record = versions.publish({"a": torch.ones(10)})
     versions.rewrite(msgspec.structs.replace(record, number=10**9 - 1))
