@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -150,12 +151,13 @@ class Subscriber:
         """What the tensors hold."""
         return self._state
 
-    def begin_writing(self, expected: State) -> State:
-        """Note that tensors are written now, and hold no version meanwhile. Returns the new state."""
+    @contextmanager
+    def writing(self, expected: State) -> Iterator[State]:
+        """A context in which one thread writes tensors, which hold no version meanwhile. Gives the new state."""
         with self._lock:
             self.require(expected)
             self._state = State()
-            return self._state
+            yield self._state
 
     def commit(self, expected: State, changes: PreparedChanges, new: State) -> None:
         """Apply changes that were prepared for tensors in the state `expected`."""
@@ -236,11 +238,14 @@ class NewVersion:
             The errors of `apply`.
         """
         targets = targets_of(self._weights, tensors)
-        if self._held is None:
-            self._state = self._subscriber.begin_writing(self._state)
-        self._subscriber.require(self._state)
         new = State((self._record, self._weights), {name: target.place for name, target in targets.items()})
-        return Prepared(self._subscriber, self._state, self._changes(targets), new)
+        if self._held is None:
+            with self._subscriber.writing(self._state) as self._state:
+                changes = self._changes(targets)
+        else:
+            self._subscriber.require(self._state)
+            changes = self._changes(targets)
+        return Prepared(self._subscriber, self._state, changes, new)
 
     def _changes(self, targets: Mapping[str, Target]) -> PreparedChanges:
         store, before = self._subscriber.store, self._state.places

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -490,3 +491,74 @@ def test_a_record_that_is_its_own_parent_is_refused(versions: Versions) -> None:
         versions.rewrite(msgspec.structs.replace(record, parent=record.number))
         with pytest.raises(CorruptionError, match="impossible"):
             following.wait(10)
+
+
+def test_a_publication_reads_few_old_records(versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.publish({"a": torch.ones(10)})
+    for _ in range(5):
+        versions.publish(step=1)
+    reads, real = list[int](), records.read_record
+
+    def counted(store: Store, name: str, number: int) -> Published:
+        reads.append(number)
+        return real(store, name, number)
+
+    monkeypatch.setattr(records, "read_record", counted)
+    versions.publish(step=1)
+    assert len(reads) <= 4
+    assert len(versions.tags()) == 2
+
+
+def test_one_thread_at_a_time_writes_the_first_version(versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow thread must not continue to write an older version after another thread has applied a newer one."""
+    held, began, go, run = {"a": torch.zeros(1000)}, threading.Event(), threading.Event(), changes._Write.run
+    slow: list[threading.Thread] = []
+
+    def write(one: changes._Write) -> None:
+        if threading.current_thread() in slow:
+            began.set()
+            go.wait(5)
+        run(one)
+
+    monkeypatch.setattr(changes._Write, "run", write)
+    with Subscriber(versions.store, "policy") as following:
+        versions.publish({"a": torch.ones(1000)})
+        first = following.wait(10)
+        slow.append(threading.Thread(target=lambda: first.prepare(held)))
+        slow[0].start()
+        assert began.wait(10)
+        versions.publish({"a": torch.zeros(1000)})
+        second = following.wait(10)
+        applying = threading.Thread(target=second.apply, args=(held,))
+        applying.start()
+        applying.join(0.3)
+        go.set()
+        applying.join(20)
+        slow[0].join(20)
+        assert following.version == 2
+    assert not held["a"].any()
+
+
+def test_threads_share_a_subscriber(versions: Versions) -> None:
+    """Two threads apply one version: one of them changes the tensors, the other gets an error or finds nothing to do."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    held = {"a": torch.zeros(1000)}
+    with Subscriber(versions.store, "policy") as following, ThreadPoolExecutor(4) as pool:
+
+        def follow() -> int:
+            try:
+                version = following.newest()
+                if version is None:
+                    return 0
+                version.apply(held)
+            except UsageError:
+                return 0
+            return 1
+
+        for number in range(4):
+            state = torch.arange(1000.0) + (torch.arange(1000) % 50 == number)
+            versions.publish({"a": state})
+            while following.version != number + 1:
+                list(pool.map(lambda _: follow(), range(4)))
+            assert torch.equal(held["a"], state)
