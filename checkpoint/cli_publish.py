@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.store.base import Store
 
@@ -58,16 +59,23 @@ def _publish(store: Store, options: argparse.Namespace) -> int:
 def _published(store: Store, options: argparse.Namespace) -> int:
     from headrace.checkpoint.publishing import records
 
-    newest = [record for name in records.published_names(store) if (record := records.find(store, name)) is not None]
-    listed = [record for record in newest if options.run in (None, record.run)]
+    listed, code = list[records.Published](), 0
+    for name in records.published_names(store):
+        try:
+            record = records.find(store, name)
+        except CorruptionError as error:  # the other names are listed
+            print(f"{name}: {error}", file=sys.stderr)
+            code = error.exit_code
+        else:
+            listed += [record] if record is not None and options.run in (None, record.run) else []
     if options.json:
         print(json.dumps([msgspec.to_builtins(record) for record in listed], indent=1))
-        return 0
+        return code
     for record in listed:
         print(_line(record))
-    if not listed:
+    if not listed and not code:
         print("nothing is published")
-    return 0
+    return code
 
 
 def _line(record: Published) -> str:

@@ -32,6 +32,7 @@ from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.store.base import Store
 
+_POSITION_BYTES = 4
 _INTEGERS: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -42,15 +43,17 @@ class OtherContentError(CorruptionError):
 class _Write(msgspec.Struct, frozen=True):
     """New elements of a target.
 
-    `where`: their positions in the local part, a range of them, or slices of each dimension (`Target.grid`).
+    `where`: their positions in the local part from `start` on, a range of them, or slices of each dimension
+    (`Target.grid`).
     """
 
     target: Target
     values: torch.Tensor
     where: torch.Tensor | slice | tuple[slice, ...]
+    start: int = 0
 
     def run(self) -> None:
-        memory = self.target.grid() if isinstance(self.where, tuple) else self.target.flat()
+        memory = self.target.grid() if isinstance(self.where, tuple) else self.target.flat()[self.start :]
         memory[self.where] = self.values
 
 
@@ -63,10 +66,13 @@ class PreparedChanges:
 
     def add(self, target: Target, values: npt.NDArray[Any], where: I64 | slice | tuple[slice, ...]) -> None:
         """Add new elements of a target. They are moved to its device now, so that `commit` need not wait for it."""
-        device, dtype = target.local.device, target.flat().dtype
+        device, dtype, start = target.local.device, target.flat().dtype, 0
         moved = torch.from_numpy(values).to(device)
-        at = torch.from_numpy(where).to(device) if isinstance(where, np.ndarray) else where
-        self._writes.append(_Write(target, moved if moved.dtype == dtype else moved.view(dtype), at))
+        at: Any = where
+        if isinstance(where, np.ndarray):  # ascending, and of one block
+            start = int(where[0])
+            at = torch.from_numpy((where - start).astype(np.int32)).to(device)
+        self._writes.append(_Write(target, moved if moved.dtype == dtype else moved.view(dtype), at, start))
         if self._at_once:
             self.commit()
             self._writes.clear()
@@ -111,7 +117,10 @@ def _decoded(row: UpdateRow, stored: memoryview, form: TensorBlocks) -> Change:
 
 
 def _add_whole_block(prepared: PreparedChanges, target: Target, block: int, changes: Iterable[Change]) -> None:
-    """Apply the changes to a copy of the block, verify it, and add the elements that differ."""
+    """Apply the changes to a copy of the block, verify it, and add the elements that differ.
+
+    If their positions need more memory than the block, the block is added.
+    """
     form = target.form
     old = target.read_block(block)
     new = old.copy()
@@ -120,9 +129,11 @@ def _add_whole_block(prepared: PreparedChanges, target: Target, block: int, chan
     if digest(new.data) != form.digest_of(block):
         raise OtherContentError(f"block {block} of {form.name!r:.200} was changed since the last apply")
     unit = _INTEGERS[min(form.item, 8)]
-    positions = np.flatnonzero(old.view(unit) != new.view(unit))
-    if len(positions):
-        first = block * BLOCK_BYTES // np.dtype(unit).itemsize
+    size = np.dtype(unit).itemsize
+    positions, first = np.flatnonzero(old.view(unit) != new.view(unit)), block * BLOCK_BYTES // size
+    if len(positions) * (_POSITION_BYTES + size) > len(new):
+        prepared.add(target, new.view(unit), slice(first, first + len(new) // size))
+    elif len(positions):
         prepared.add(target, new.view(unit)[positions], positions + first)
 
 
@@ -194,7 +205,9 @@ def from_step(
             blocks = range(target.form.blocks) if changed is None else changed.get(name, ())
             held = [block for block in blocks if target.holds(block)]
             if name not in tensors:
-                raise CorruptionError(f"step {record.step} of run {record.run} has no tensor {name!r:.200}")
+                raise CorruptionError(
+                    f"step {record.step} of run {record.run} has no tensor {name!r:.200}", hint="publish again"
+                )
             for block, data in _read(tensors[name], held):
                 _verify(target.form, block, data)
                 _add_part(prepared, target, block, data)

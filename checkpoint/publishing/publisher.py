@@ -342,15 +342,16 @@ def _delete_old(store: Store, newest: Published) -> int:
     try:
         numbered, others = records.listed(store, newest.name)
         keys = [info.key for number, info in numbered.items() if number <= newest.number - records.KEPT_VERSIONS]
-        kept = _needed(newest)
-        for number in numbered:
-            if number > newest.number - records.KEPT_VERSIONS:
-                with suppress(NotFoundError, CorruptionError):
-                    kept |= _needed(records.read_record(store, newest.name, number))
         if newest.number not in numbered:
             return max(numbered, default=0)
         orphaned = numbered[newest.number].modified - records.ORPHAN_SECONDS
-        keys += [info.key for info in others if info.key not in kept and info.modified < orphaned]
+        old = [info.key for info in others if info.modified < orphaned]
+        kept = _needed(newest)
+        for number in numbered:
+            if number > newest.number - (records.KEPT_VERSIONS if old else 2):
+                with suppress(NotFoundError, CorruptionError):
+                    kept |= _needed(records.read_record(store, newest.name, number))
+        keys += [key for key in old if key not in kept]
         for tag in tag_records.listed(store):
             of_tag = records.number_of_tag(newest.name, tag)
             if of_tag is not None and (of_tag < newest.number - 1 or (of_tag <= newest.number and tag not in kept)):

@@ -41,6 +41,8 @@ _NAME_LIMIT = 80
 """With a prefix, a number and an id, the name is that of a tag, which has at most 128 characters."""
 _NUMBER_LIMIT = 10**9
 _MAX_PATTERNS = 1000
+_LAST_SECOND = 1e11
+"""The year 5138. `datetime` refuses much later times."""
 _STORED = re.compile(r"(weights|update)-[0-9A-Za-z]{1,64}", re.ASCII)
 _TAG = re.compile(r"(\d{9})\.[0-9A-Z]{26}", re.ASCII)
 _RECORD = re.compile(r"(\d{9})\.json", re.ASCII)
@@ -194,7 +196,9 @@ def _is_valid(record: Published) -> bool:
     return (
         names.is_run(record.run)
         and names.is_id(record.attempt)
+        and record.timeline >= 0
         and 0 <= record.step < names.STEP_LIMIT
+        and 0 <= record.created < _LAST_SECOND
         and 0 <= record.parent < record.number
         and (not record.dtype or is_float(record.dtype))
         and max(len(record.include), len(record.exclude)) <= _MAX_PATTERNS

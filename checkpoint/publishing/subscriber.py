@@ -4,7 +4,7 @@ Invariants:
 
 - *All or nothing.* Everything is fetched, decoded and verified before the first element changes. The changes that follow
   make no request. So tensors hold one version, or an error was raised before they changed.
-- Elements that did not change are not written. If the program changed tensors between two versions, and an update shows
+- Blocks that did not change are not written. If the program changed tensors between two versions, and an update shows
   it, all blocks are read from the step. So they are if the tensors have other memory than those of the version before.
 - A block that is completely in a tensor of this process has the digest of the version's table after the change. For
   parts of tensors, the bytes of the update or of the step are verified.
@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -65,7 +66,7 @@ class Subscriber:
     Args:
         url (str | os.PathLike[str] | Store): The repository: a path, `s3://bucket/prefix`, or an open `Store`.
         name (str): The published name.
-        poll (float): Seconds between two looks for a new version. Default: 1.
+        poll (float): Seconds between two looks for a new version, each of which is one request. Default: 1.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
 
     Attributes:
@@ -132,7 +133,10 @@ class Subscriber:
             looks += 1
             remaining = self._poll if until is None else min(self._poll, until - self.clock.monotonic())
             if remaining <= 0:
-                raise DeadlineError(f"no new version of {self.name} within {timeout:g} s")
+                raise DeadlineError(
+                    f"no new version of {self.name} within {timeout:g} s",
+                    hint="wait again; `headrace ckpt published` lists the newest versions",
+                )
             self.clock.sleep(remaining)
         return version
 
@@ -147,22 +151,24 @@ class Subscriber:
         """What the tensors hold."""
         return self._state
 
-    def begin_writing(self, expected: State) -> State:
-        """Note that tensors are written now, and hold no version meanwhile. Returns the new state."""
+    @contextmanager
+    def writing(self, expected: State) -> Iterator[State]:
+        """A context in which one thread writes tensors, which hold no version meanwhile. Gives the new state."""
         with self._lock:
-            self._require(expected)
+            self.require(expected)
             self._state = State()
-            return self._state
+            yield self._state
 
     def commit(self, expected: State, changes: PreparedChanges, new: State) -> None:
         """Apply changes that were prepared for tensors in the state `expected`."""
         with self._lock:
-            self._require(expected)
+            self.require(expected)
             self._state = State()  # stays if the changes fail
             changes.commit()
             self._state = new
 
-    def _require(self, expected: State) -> None:
+    def require(self, expected: State) -> None:
+        """Raise `UsageError` if the tensors are not in this state any more."""
         if self._state is not expected:
             raise UsageError("another version was applied meanwhile", hint="call wait() again")
 
@@ -207,12 +213,12 @@ class NewVersion:
         """Bring the tensors to this version: `prepare`, then `commit`.
 
         Args:
-            tensors (Mapping[str, torch.Tensor]): The tensors by their published names, such as `model.state_dict()`. A
-                `DTensor` gets this rank's part. Other entries are left as they are.
+            tensors (Mapping[str, torch.Tensor]): The tensors by their published names, such as `model.state_dict()`: those
+                of the version before. A `DTensor` gets this rank's part. Other entries are left as they are.
 
         Raises:
-            UsageError: A published tensor is missing, or has another shape or dtype; nothing was changed. Or the
-                subscriber has applied another version since.
+            UsageError: A published tensor is missing, has another shape or dtype, or shares memory with one of other
+                values; nothing was changed. Or the subscriber has applied another version since.
             NotFoundError, CorruptionError: The step was removed or is damaged.
         """
         self.prepare(tensors).commit()
@@ -232,10 +238,14 @@ class NewVersion:
             The errors of `apply`.
         """
         targets = targets_of(self._weights, tensors)
-        if self._held is None:
-            self._state = self._subscriber.begin_writing(self._state)
         new = State((self._record, self._weights), {name: target.place for name, target in targets.items()})
-        return Prepared(self._subscriber, self._state, self._changes(targets), new)
+        if self._held is None:
+            with self._subscriber.writing(self._state) as self._state:
+                changes = self._changes(targets)
+        else:
+            self._subscriber.require(self._state)
+            changes = self._changes(targets)
+        return Prepared(self._subscriber, self._state, changes, new)
 
     def _changes(self, targets: Mapping[str, Target]) -> PreparedChanges:
         store, before = self._subscriber.store, self._state.places

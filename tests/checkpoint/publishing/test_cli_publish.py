@@ -9,6 +9,7 @@ import torch
 
 from headrace.checkpoint import Subscriber
 from headrace.dataio.cli import main
+from headrace.dataio.core.errors import CorruptionError
 from tests.checkpoint.publishing.conftest import Trainer, empty_like, same
 
 
@@ -50,3 +51,14 @@ def test_mistakes_are_explained(
     trainer.save()
     assert main(["ckpt", "publish", str(trainer.url), "policy", "--run", "exp42", *words]) == code
     assert text in capsys.readouterr().err
+
+
+def test_a_damaged_record_does_not_hide_other_names(trainer: Trainer, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer.next_version()
+    damaged = trainer.url / "published" / "a" / "000000001.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{")
+    assert main(["ckpt", "published", str(trainer.url)]) == CorruptionError.exit_code
+    out, err = capsys.readouterr()
+    assert "policy  version 1" in out
+    assert "a: " in err

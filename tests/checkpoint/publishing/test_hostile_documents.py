@@ -60,6 +60,8 @@ def store(tmp_path: Path) -> Iterator[Store]:
         {"run": "../x"},
         {"attempt": "../../x"},
         {"step": -1},
+        {"timeline": -1},
+        {"created": 1e300},
         {"step": 10**12},
         {"parent": 2},
         {"parent": -1},

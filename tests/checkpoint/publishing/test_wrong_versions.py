@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -145,6 +146,32 @@ def test_every_dtype_is_published(versions: Versions, shape: tuple[int, ...]) ->
             following.wait(10).apply(held)
             for name, value in state(seed).items():
                 assert torch.equal(as_bits(held[name].detach()), as_bits(value)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize(("offset", "local"), [((1, 2), (3, 5)), ((0, 0), (0, 0)), ((4, 0), (2, 7)), ((5, 3), (1, 2))])
+def test_parts_of_all_sizes_of_elements(
+    versions: Versions,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    offset: tuple[int, int],
+    local: tuple[int, int],
+) -> None:
+    states = [torch.arange(42).reshape(6, 7).to(dtype)]
+    for _ in range(3):
+        states.append(states[-1].clone())
+        bits = (
+            as_bits(states[-1]) if dtype is not torch.complex128 else torch.view_as_real(states[-1]).view(torch.int64)
+        )
+        bits.view(-1)[::5] ^= 1
+    held = {"a": torch.zeros(local, dtype=dtype)}
+    as_part(monkeypatch, ("a",), Box((6, 7), offset, local))
+    wanted = [state[offset[0] : offset[0] + local[0], offset[1] : offset[1] + local[1]] for state in states]
+    with Subscriber(versions.store, "policy") as following:
+        for number in (0, 1, 3):
+            versions.publish({"a": states[number]})
+            following.wait(10).apply(held)
+            assert torch.equal(held["a"].view(torch.uint8), wanted[number].contiguous().view(torch.uint8))
 
 
 def test_tensors_come_go_and_change_their_shape(versions: Versions) -> None:
@@ -349,6 +376,25 @@ def test_names(versions: Versions, name: str) -> None:
         assert f"{records.require(versions.store, other).tag}.json" in kept
 
 
+def test_changes_need_no_more_memory_than_the_weights(versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, sizes = {"a": torch.zeros(600_000, dtype=torch.bfloat16)}, list[int]()
+    state = torch.randint(0, 1 << 14, (600_000,), dtype=torch.int16)
+    with Subscriber(versions.store, "policy") as following:
+        versions.publish({"a": state.view(torch.bfloat16)})
+        following.wait(10).apply(held)
+        state[torch.rand(600_000) < 0.6] ^= 3
+        assert versions.publish({"a": state.view(torch.bfloat16)}).update is not None
+        run = changes._Write.run
+        monkeypatch.setattr(
+            changes._Write,
+            "run",
+            lambda w: (sizes.append(w.values.nbytes + getattr(w.where, "nbytes", 0)), run(w)),
+        )
+        following.wait(10).apply(held)
+    assert torch.equal(held["a"].view(torch.int16), state)
+    assert sum(sizes) <= held["a"].nbytes
+
+
 def test_the_last_number(versions: Versions) -> None:
     record = versions.publish({"a": torch.ones(10)})
     versions.rewrite(msgspec.structs.replace(record, number=10**9 - 1))
@@ -445,3 +491,74 @@ def test_a_record_that_is_its_own_parent_is_refused(versions: Versions) -> None:
         versions.rewrite(msgspec.structs.replace(record, parent=record.number))
         with pytest.raises(CorruptionError, match="impossible"):
             following.wait(10)
+
+
+def test_a_publication_reads_few_old_records(versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions.publish({"a": torch.ones(10)})
+    for _ in range(5):
+        versions.publish(step=1)
+    reads, real = list[int](), records.read_record
+
+    def counted(store: Store, name: str, number: int) -> Published:
+        reads.append(number)
+        return real(store, name, number)
+
+    monkeypatch.setattr(records, "read_record", counted)
+    versions.publish(step=1)
+    assert len(reads) <= 4
+    assert len(versions.tags()) == 2
+
+
+def test_one_thread_at_a_time_writes_the_first_version(versions: Versions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow thread must not continue to write an older version after another thread has applied a newer one."""
+    held, began, go, run = {"a": torch.zeros(1000)}, threading.Event(), threading.Event(), changes._Write.run
+    slow: list[threading.Thread] = []
+
+    def write(one: changes._Write) -> None:
+        if threading.current_thread() in slow:
+            began.set()
+            go.wait(5)
+        run(one)
+
+    monkeypatch.setattr(changes._Write, "run", write)
+    with Subscriber(versions.store, "policy") as following:
+        versions.publish({"a": torch.ones(1000)})
+        first = following.wait(10)
+        slow.append(threading.Thread(target=lambda: first.prepare(held)))
+        slow[0].start()
+        assert began.wait(10)
+        versions.publish({"a": torch.zeros(1000)})
+        second = following.wait(10)
+        applying = threading.Thread(target=second.apply, args=(held,))
+        applying.start()
+        applying.join(0.3)
+        go.set()
+        applying.join(20)
+        slow[0].join(20)
+        assert following.version == 2
+    assert not held["a"].any()
+
+
+def test_threads_share_a_subscriber(versions: Versions) -> None:
+    """Two threads apply one version: one of them changes the tensors, the other gets an error or finds nothing to do."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    held = {"a": torch.zeros(1000)}
+    with Subscriber(versions.store, "policy") as following, ThreadPoolExecutor(4) as pool:
+
+        def follow() -> int:
+            try:
+                version = following.newest()
+                if version is None:
+                    return 0
+                version.apply(held)
+            except UsageError:
+                return 0
+            return 1
+
+        for number in range(4):
+            state = torch.arange(1000.0) + (torch.arange(1000) % 50 == number)
+            versions.publish({"a": state})
+            while following.version != number + 1:
+                list(pool.map(lambda _: follow(), range(4)))
+            assert torch.equal(held["a"], state)
