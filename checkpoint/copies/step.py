@@ -23,7 +23,7 @@ from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Manifest
-from headrace.checkpoint.repository import commit, fetch, group_commit
+from headrace.checkpoint.repository import commit, descriptions, fetch, group_commit
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt, FinalError
 from headrace.checkpoint.repository.fetch import Sealed
@@ -33,8 +33,10 @@ from headrace.checkpoint.saving.dedup import Stored
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, TransientError
+from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
+_log = get_logger(__name__)
 _TRIES = 5
 _MOST_OWN = 200_000
 """The maximum number of chunks of the attempt itself that other ranks of the step can reference."""
@@ -267,6 +269,7 @@ class _Copy:
         self.sent.add(found=total - copied, total=total)
         self._send(copier, manifest, placing)
         _packs_copied()
+        self._copy_description(manifest)
         encoded = manifests.encode(
             build(
                 manifest,
@@ -293,6 +296,21 @@ class _Copy:
                     self._remember(new)
         except DamagedChunk as damaged:
             raise self._damage(manifest, damaged) from None
+
+    def _copy_description(self, manifest: Manifest) -> None:
+        """Copy the description that the step names. One that the source lacks, or that is damaged there, is left out."""
+        digest = manifest.description
+        if not digest:
+            return
+        try:
+            data = descriptions.read_data(self.route.source, self.step.run, digest)
+        except CorruptionError as error:
+            _log.warning(
+                "step %s of run %s is copied without its description: %s", self.step.base.step, self.step.run, error
+            )
+            return
+        if data is not None:
+            self.route.store.put_if_absent(names.description(self.route.run, digest), data)
 
     def _remember(self, new: Mapping[bytes, Stored]) -> None:
         """Let other ranks of the step reference these chunks."""

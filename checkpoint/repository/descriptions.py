@@ -18,12 +18,20 @@ _READS = 3
 
 def read(store: Store, run: str, digest: str) -> dict[str, Any] | None:
     """The description with this digest, by section; None if the digest is "" or the object is missing."""
+    data = read_data(store, run, digest)
+    return None if data is None else description.decode(data, digest, names.description(run, digest))
+
+
+def read_data(store: Store, run: str, digest: str) -> bytes | None:
+    """The stored bytes of the description with this digest; None if the digest is "" or the object is missing."""
     if not digest:
         return None
     key = names.description(run, digest)
     for reads_left in reversed(range(_READS)):
         try:
-            return description.decode(store.get(key, max_bytes=description.MAX_BYTES), digest, key)
+            data = store.get(key, max_bytes=description.MAX_BYTES)
+            description.decode(data, digest, key)
+            return data
         except NotFoundError:
             return None
         except CorruptionError:

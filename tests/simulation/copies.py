@@ -17,7 +17,7 @@ from headrace.checkpoint.copies import step as step_copies
 from headrace.checkpoint.copies.copy import COPIED, RunCopier, Selection, run_copiers
 from headrace.checkpoint.copies.identity import attempt_of
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.documents import Base, Repo, encode
+from headrace.checkpoint.format.documents import Base, Decision, Repo, decode, encode
 from headrace.checkpoint.repository import fetch, group_commit, inventory, lease
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
@@ -56,7 +56,9 @@ def growth() -> tuple[tuple[Snapshot, ...], dict[str, dict[str, bytes]], list[se
             saved.append(sharded(store, 2, bytes(range(256)) * 512, step, number))
         else:
             state = {"turn": bytes([step % 2 + 1]) * (70 * KIB), "new": bytes([len(saved) + 9]) * (66 * KIB)}
-            saved.append(save(store, make(store, state, step=step, number=number, bases=tuple(saved[-2:]))))
+            metadata = {"loss": len(saved) / 8}
+            made = make(store, state, step=step, number=number, bases=tuple(saved[-2:]), metadata=metadata)
+            saved.append(save(store, made))
         snapshots.append(dict(store.objects))
         branches.append({(base.timeline, base.step) for base in repository.visible(store, RUN)})
     return tuple(snapshots), {base.attempt: load(store, base) for base in saved}, branches
@@ -72,6 +74,11 @@ class CopyHistory(History):
         self._grow(self.draw.randint(0, 3))
         for attempt, tensors in contents.items():
             self.journal.contents |= {attempt_of(attempt, RUN, n): tensors for n in range(GENERATIONS)}
+        self._metadata = {
+            attempt_of(attempt, RUN, n): {} if number == 1 else {"loss": number / 8}  # ranks of step 2 have none
+            for number, attempt in enumerate(contents)
+            for n in range(GENERATIONS)
+        }
         assert len(snapshots) == 8
 
     def run(self) -> Journal:
@@ -134,6 +141,13 @@ class CopyHistory(History):
         seen = set().union(*growth()[2][: self.stage + 1])
         if found is not None and (found.timeline, found.step) not in seen:
             raise BrokenPromiseError(f"the latest step is {found}, which the source has not in its branch")
+
+    def _check_metadata(self, base: Base) -> None:
+        """The decision has the metadata of the source's step."""
+        key = names.decision(RUN, base.timeline, base.step, base.attempt)
+        found = decode(self.bucket.objects[key][0], Decision, key).values()
+        if found != self._metadata[base.attempt]:
+            raise BrokenPromiseError(f"the decision of {base} has the metadata {found}")
 
     def _judge(self) -> None:
         self._copy(self._new_copier(), Selection())

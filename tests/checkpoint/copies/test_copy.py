@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.checkpoint import Checkpointer, read_artifact
 from headrace.checkpoint.cli import ckpt
 from headrace.checkpoint.copies.copy import (
     COPIED,
@@ -81,6 +82,25 @@ def test_packs_of_which_everything_is_copied_are_stored_with_the_same_bytes(
         {data for key, (data, _) in each.objects.items() if key.startswith(names.PACKS)} for each in (source, store)
     ]
     assert bodies[0] == bodies[1]
+
+
+def test_metadata_descriptions_and_artifacts_are_copied(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Checkpointer(tmp_path / "one", run=RUN, sidecar=None) as checkpointer:
+        checkpointer.describe(config={"lr": 0.1})
+        checkpointer.put_artifact(1, "log.txt", b"all is well")
+        checkpointer.save(1, {"epoch": 1}, metadata={"loss": 2.5}).result(60)
+    copy(str(tmp_path / "one"), str(tmp_path / "two"), run=RUN, as_run="copied")
+    with open_store(str(tmp_path / "two")) as store:
+        shown = check.describe(store, "copied", "latest")
+        assert check.check(store).clean
+    assert shown.metadata == {"loss": 2.5}
+    assert read_artifact(tmp_path / "two", run="copied", name="log.txt") == b"all is well"
+    (description,) = (tmp_path / "two").glob("runs/copied/descriptions/*.json")
+    (ours,) = (tmp_path / "one").glob(f"runs/{RUN}/descriptions/*.json")
+    assert description.read_bytes() == ours.read_bytes()
+    ours.write_bytes(b"{}")
+    copy(str(tmp_path / "one"), str(tmp_path / "three"), run=RUN)
+    assert "without its description" in caplog.text
 
 
 def test_steps_can_be_chosen_and_share_chunks_with_steps_that_were_not_copied(
