@@ -55,7 +55,13 @@ def test_all_actions_succeed_and_are_measured(
 
 def test_every_command_of_ckpt_is_measured() -> None:
     commands = {action.arguments[0] for action in repository.actions(4, 1) if action.function == "ckpt"}
-    moves_tensors = {"export", "import", "copy", "publish", "state"}  # their cost is that of the state, not of the steps
+    moves_tensors = {
+        "export",
+        "import",
+        "copy",
+        "publish",
+        "state",
+    }  # their cost is that of the state, not of the steps
     assert commands == {"ls", "check", *cli.COMMANDS} - moves_tensors
 
 
