@@ -71,7 +71,7 @@ class Trainer:
 
 
 def test_the_public_list_is_short_and_whole() -> None:
-    assert checkpoint.__all__ == ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "read"]
+    assert checkpoint.__all__ == ["RNG", "Checkpointer", "Handle", "Keep", "SaveResult", "Subscriber", "read"]
     assert all(getattr(checkpoint, name) is not None for name in checkpoint.__all__)
     assert dir(checkpoint) == sorted(checkpoint.__all__)
     with pytest.raises(AttributeError):
