@@ -97,8 +97,8 @@ def from_updates(chain: Chain, targets: Mapping[str, Target]) -> PreparedChanges
             form = weights.tensors[row.tensor]
             changes[form.name, row.block].append(_decoded(row, stored, form))
     prepared = PreparedChanges()
-    for (name, block), several in sorted(changes.items()):
-        target = targets[name]
+    for name, block in sorted(changes):
+        target, several = targets[name], changes.pop((name, block))  # frees the memory of each block
         if target.is_whole:
             _add_whole_block(prepared, target, block, several)
         else:

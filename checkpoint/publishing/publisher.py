@@ -111,12 +111,11 @@ def publish(
         UsageError: no tensor is selected, or the name is invalid.
     """
     held = held or Held(0)
-    before = records.find(store, name)
+    before, number = _newest(store, name)
     if before is not None and before.run != run and not move:
         raise ConflictError(
             f"{name} is published from run {before.run}, not from {run}", hint="give move=True to publish another run"
         )
-    number = before.number + 1 if before else 1
     records.key_of(name, number)
     tag = records.tag_of(name, number, names.new_id(clock))
     with ExitStack() as stack:
@@ -159,6 +158,17 @@ def publish(
     raise ConflictError(
         f"another process published version {number} of {name} first", hint="publish again for the next version"
     )
+
+
+def _newest(store: Store, name: str) -> tuple[Published | None, int]:
+    """The newest version, and the number of the next one. A damaged record does not stop the next version."""
+    try:
+        before = records.find(store, name)
+    except CorruptionError as error:
+        number = records.newest_number(store, name) or 0
+        _log.warning("the newest version of %s cannot be read, so the next version has no update: %s", name, error)
+        return None, number + 1
+    return before, before.number + 1 if before else 1
 
 
 @contextmanager

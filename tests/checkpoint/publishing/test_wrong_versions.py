@@ -346,6 +346,19 @@ def test_a_damaged_version_before_does_not_stop_the_next(versions: Versions) -> 
     assert torch.equal(held["a"], state["a"])
 
 
+def test_a_damaged_record_does_not_stop_the_next_version(versions: Versions) -> None:
+    first = versions.publish({"a": torch.ones(10)})
+    (versions.directory / records.key_of("policy", first.number)).write_text("{}")
+    with Subscriber(versions.store, "policy") as following:
+        with pytest.raises(CorruptionError):
+            following.wait(10)
+        record = versions.publish({"a": torch.zeros(10)})
+        assert (record.number, record.update) == (2, None)
+        held = {"a": torch.ones(10)}
+        following.wait(10).apply(held)
+    assert not held["a"].any()
+
+
 def test_held_weights_that_were_damaged_are_not_compared_with(
     versions: Versions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
