@@ -99,7 +99,8 @@ def test_no_wrapper_is_left_out() -> None:
     classes = [
         node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
     ]
-    assert _wrappers(classes) == {kind.__name__ for kind in WRAPPERS} - {Wrapped.__name__}
+    own_listing = {"_NamedFiles"}  # it lists names of its own, in memory
+    assert _wrappers(classes) - own_listing == {kind.__name__ for kind in WRAPPERS} - {Wrapped.__name__}
 
 
 def _wrappers(classes: Sequence[ast.ClassDef]) -> set[str]:

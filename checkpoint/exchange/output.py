@@ -4,7 +4,7 @@ A file is a list of parts in the order of their bytes:
 
 - `Data`: elements of a saved tensor in row-major order, converted to another type if asked.
 - `bytes`: headers and other small records.
-- `Late`: bytes that depend on the bytes before them, such as the checksum of a record in a zip file.
+- `DeferredBytes`: bytes that depend on the bytes before them, such as the checksum of a record in a zip file.
 
 Invariant: reading a window needs memory for the window and, where a type is converted, 16 MiB more. A window never
 splits an element, because windows begin at multiples of `ALIGN` and data at multiples of its element size. Every byte
@@ -63,7 +63,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class DeferredBytes:
     """`length` bytes that `make` returns once all bytes before them are known."""
 
     length: int
@@ -74,7 +74,7 @@ class Late:
 
 
 _CONVERTED_BYTES = 16 * MIB
-Part = Data | Late | bytes
+Part = Data | DeferredBytes | bytes
 Checksums = dict[int, int]
 """CRC-32 of the bytes of a `Data` part, by the number of the part in its file."""
 
@@ -83,7 +83,7 @@ Checksums = dict[int, int]
 class OutputFile:
     """One file of an export. `name` is relative to the folder; "" if the target is this file.
 
-    `checksums`: the file has `Late` parts that need the checksums of its data.
+    `checksums`: the file has `DeferredBytes` parts that need the checksums of its data.
     """
 
     name: str
@@ -124,7 +124,7 @@ class _Memory:
 
 
 def read_window(store: Store, step: Step, file: OutputFile, start: int, window: memoryview) -> None:
-    """Fill `window` with the bytes of the file from `start` on, except those of `Late` parts."""
+    """Fill `window` with the bytes of the file from `start` on, except those of `DeferredBytes` parts."""
     reading = _Reading(store, step)
     for number, part, first, last in file.overlapping(start, start + len(window)):
         at = file.starts[number] + first - start

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 
-from headrace.checkpoint.exchange.output import Checksums, Data, Late, Part
+from headrace.checkpoint.exchange.output import Checksums, Data, DeferredBytes, Part
 from headrace.checkpoint.format.chunking import ITEM_BYTES
 
 ALIGN = 64
@@ -162,12 +162,14 @@ class _Zip:
         entry = _Entry(encoded, flags, version, size, header_at, None if is_data else crc, number)
         self._entries.append(entry)
         if is_data:
-            self._append(Late(24 if big else 16, entry.descriptor))
+            self._append(DeferredBytes(24 if big else 16, entry.descriptor))
 
     def end(self) -> None:
         """Add the table of records."""
         entries, at = self._entries, self._at
-        table = Late(sum(entry.table_bytes for entry in entries), lambda sums: b"".join(e.row(sums) for e in entries))
+        table = DeferredBytes(
+            sum(entry.table_bytes for entry in entries), lambda sums: b"".join(e.row(sums) for e in entries)
+        )
         self._append(table)
         size, count = len(table), len(entries)
         end = b""

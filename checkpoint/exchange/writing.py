@@ -27,7 +27,7 @@ from pathlib import Path
 
 import xxhash
 
-from headrace.checkpoint.exchange.output import ALIGN, Checksums, Data, Late, OutputFile, read_window
+from headrace.checkpoint.exchange.output import ALIGN, Checksums, Data, DeferredBytes, OutputFile, read_window
 from headrace.checkpoint.repository.fetch import Step
 from headrace.dataio.core.errors import UsageError, translate_os_errors
 from headrace.dataio.core.limits import MIB
@@ -287,7 +287,7 @@ class _FileOutput:
             if isinstance(part, Data):
                 data = window[at : at + last - first]
                 self._checksums[number] = zlib.crc32(data, self._checksums.get(number, 0))
-            elif isinstance(part, Late):
+            elif isinstance(part, DeferredBytes):
                 window[at : at + last - first] = part.make(self._checksums)[first:last]
 
     def _pwrite(self, start: int, window: memoryview) -> None:
