@@ -34,7 +34,7 @@ from typing import Any, Self
 from headrace.dataio.core.errors import DeadlineError, TransientError, UnsupportedError
 from headrace.dataio.core.files import Scratch
 
-_READY_SECONDS = 60.0
+_READY_SECONDS = 200.0  # on a machine that has just written its environment, a program may take minutes to start
 _STARTS = 5
 _PORTS = 10
 _FIRST_PORT, _LAST_PORT = 20_000, 32_000  # below the ports that the kernel hands to clients
