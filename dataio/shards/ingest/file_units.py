@@ -32,7 +32,7 @@ import blake3
 import msgspec
 
 from headrace.dataio.core import crashpoints, limits
-from headrace.dataio.core.errors import CapacityError, TransientError, UnsupportedError
+from headrace.dataio.core.errors import CapacityError, TransientError
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards.ingest.grouping import Group
@@ -122,11 +122,7 @@ def file_task(store: Store, settings: FileSettings, stores: SourceStores) -> Tas
 
     def remote() -> RemoteTask[FileUnit, PackedUnit]:
         check_shareable(store.location)
-        if stores.options:
-            raise UnsupportedError(
-                "sources with options cannot be opened on other machines",
-                hint="give credentials by environment variables or profiles on every machine",
-            )
+        stores.check_shareable()
         return RemoteTask(_open_remote, msgspec.msgpack.encode(_RemoteSettings(store.location, settings)))
 
     return Task("index", FileUnit, opener, remote)

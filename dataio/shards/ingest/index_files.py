@@ -126,6 +126,18 @@ class Indexed:
     mounted: Mapping[str, Store]
 
 
+def beside_other_writers(store: Store, follow: Callable[[], Indexed]) -> Indexed:
+    """Call `follow`, and call it again whenever another writer has made a version meanwhile."""
+    for _ in range(FOLLOW_TRIES - 1):
+        before = history.list_versions(store)
+        try:
+            return follow()
+        except (ConflictError, CorruptionError):  # the other one may have deleted the journal, too
+            if history.list_versions(store) == before:
+                raise
+    return follow()
+
+
 class FileIndexer:
     """Makes versions over the files that `sources` match. It is a context manager.
 
@@ -179,14 +191,7 @@ class FileIndexer:
 
         If another writer makes a version meanwhile that has some of the samples, look again what is new.
         """
-        for _ in range(FOLLOW_TRIES - 1):
-            before = history.list_versions(self._store)
-            try:
-                return self._follow(message)
-            except (ConflictError, CorruptionError):  # the other one may have deleted the journal, too
-                if history.list_versions(self._store) == before:
-                    raise
-        return self._follow(message)
+        return beside_other_writers(self._store, lambda: self._follow(message))
 
     def _follow(self, message: str) -> Indexed:
         started, store = time.monotonic(), self._store

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from headrace.dataio.core import crashpoints, limits
 from headrace.dataio.core.errors import ConflictError, CorruptionError, UsageError
 from headrace.dataio.shards.ingest.file_units import is_changed
-from headrace.dataio.shards.ingest.index_files import FOLLOW_TRIES, FileMemory, FileOptions, Indexed
+from headrace.dataio.shards.ingest.index_files import FileMemory, FileOptions, Indexed, beside_other_writers
 from headrace.dataio.shards.ingest.lerobot import INFO, is_lerobot, read_info
 from headrace.dataio.shards.ingest.lerobot_episodes import Episode, read_episodes
 from headrace.dataio.shards.ingest.lerobot_plan import LeRobotPlan, LeRobotUnit, lerobot_plan, stat_of
@@ -150,14 +150,7 @@ class LeRobotIndexer:
 
         If another writer makes a version meanwhile that has some of the episodes, look again what is new.
         """
-        for _ in range(FOLLOW_TRIES - 1):
-            before = history.list_versions(self._store)
-            try:
-                return self._follow(message)
-            except (ConflictError, CorruptionError):  # the other one may have deleted the journal, too
-                if history.list_versions(self._store) == before:
-                    raise
-        return self._follow(message)
+        return beside_other_writers(self._store, lambda: self._follow(message))
 
     def _follow(self, message: str) -> Indexed:
         started, store = time.monotonic(), self._store

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import NotFoundError, RangeError, TransientError, UsageError
+from headrace.dataio.core.errors import NotFoundError, RangeError, TransientError, UnsupportedError, UsageError
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.store.base import ObjectInfo, Store, check_key
 from headrace.dataio.store.open import open_store
@@ -79,6 +79,14 @@ class SourceStores:
         self.options = dict(options or {})
         self._stores: dict[str, Store] = {}
         self._lock, self._stopped = threading.Lock(), threading.Event()
+
+    def check_shareable(self) -> None:
+        """Raise `UnsupportedError` if other machines cannot open the same stores."""
+        if self.options:
+            raise UnsupportedError(
+                "sources with options cannot be opened on other machines",
+                hint="give credentials by environment variables or profiles on every machine",
+            )
 
     def find(self, source: str) -> Matches:
         """Return the objects that `source` matches: one object, all objects below a folder, or all that match a glob.

@@ -34,7 +34,6 @@ from headrace.dataio.core.errors import (
     CapacityError,
     NotFoundError,
     TransientError,
-    UnsupportedError,
 )
 from headrace.dataio.core.files import scratch_folder
 from headrace.dataio.core.log import get_logger
@@ -68,11 +67,7 @@ def pack_task(store: Store, settings: Settings, stores: SourceStores) -> Task[Pa
 
     def remote() -> RemoteTask[PackUnit, PackedUnit]:
         check_shareable(store.location)
-        if stores.options:
-            raise UnsupportedError(
-                "sources with options cannot be opened on other machines",
-                hint="give credentials by environment variables or profiles on every machine",
-            )
+        stores.check_shareable()
         return RemoteTask(_open_remote, msgspec.msgpack.encode(_RemoteSettings(store.location, settings)))
 
     return Task("pack", PackUnit, opener, remote)
