@@ -81,7 +81,7 @@ class AudioLoader(BaseLoader):
         - "id": int64 (B,), the samples' ids. "key" and "text": lists.
         - "start": float64 (B,), seconds from the first sample of the audio to the window.
         - "audio_samples": int64 (B,), how many of the S samples are real audio and not zero padding.
-        - Each of `columns`, "source", "bucket", "sizes" and "dry", as in `VideoLoader`.
+        - Each of `columns`, "source", "bucket", "samples_per_rank" and "empty_ranks", as in `VideoLoader`.
 
     Args:
         The arguments are those of `AudioConfig` and `LoaderConfig`; `help(AudioLoader.__init__)` lists them.

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 AnyField = Field | Video | Audio
 MAX_FIELDS = 64
 _log = get_logger(__name__)
-_RESERVED = frozenset(["id", "key", "source", "bucket", "sizes", "dry"])
+_RESERVED = frozenset(["id", "key", "source", "bucket", "samples_per_rank", "empty_ranks"])
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Loader(BaseLoader):
         - Each field, by its name (see `Collate`). In a batch without samples, None or an empty list.
         - Further entries of a field, such as "<name>.start" of a clip. The documentation of the field lists them.
         - "id": int64 (B,), the samples' ids. "key": a list.
-        - Each of `columns`, "source", "bucket", "sizes" and "dry", as in `VideoLoader`.
+        - Each of `columns`, "source", "bucket", "samples_per_rank" and "empty_ranks", as in `VideoLoader`.
 
     Args:
         The arguments are those of `FieldsConfig` and `LoaderConfig`; `help(Loader.__init__)` lists them.

@@ -135,8 +135,8 @@ class VideoLoader(BaseLoader):
         - Each of `columns`: a list.
         - With a mixture, "source": the names of the samples' sources.
         - With buckets, "bucket": the number of the batch's bucket.
-        - In an evaluation, "sizes": the number of samples of each rank, including damaged ones; "dry": the ranks
-          without samples.
+        - In an evaluation, "samples_per_rank": the number of samples of each rank, including damaged ones;
+          "empty_ranks": the ranks without samples.
 
     Args:
         The arguments are those of `VideoConfig` and `LoaderConfig`; `help(VideoLoader.__init__)` lists them.

@@ -72,11 +72,21 @@ def file_loader(place: Path, batch_size: int, rank: int, world_size: int, seed: 
 _WAIT_SECONDS = 600.0
 
 
+def change(state: Any) -> None:
+    """Fill all tensors of `state`, a nested dict or list, with new random bytes, as if every weight had changed."""
+    if isinstance(state, torch.Tensor):
+        state.view(torch.int8).random_(-128, 127)
+    elif isinstance(state, dict | list | tuple):
+        for one in state.values() if isinstance(state, dict) else state:
+            change(one)
+
+
 class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-ignore]
     """DLIO's `checkpoint_mechanism_classname`: a `Checkpointer` saves DLIO's state into its checkpoint folder.
 
     DLIO requires a singleton. `checkpoint` returns when the step is committed, so DLIO's figures are times until the
-    save is durable, not stalls. With `checkpoint.type: rank_zero`, rank 0 saves alone. A save that fails raises and
+    save is durable, not stalls. DLIO never changes its state, so all saves after the first would be deduplicated to
+    nothing. Therefore `checkpoint` fills it with new random bytes first, and DLIO's time includes that. With `checkpoint.type: rank_zero`, rank 0 saves alone. A save that fails raises and
     ends the run. `saved` has the steps that this process committed.
     """
 
@@ -97,6 +107,7 @@ class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-igno
         self._mine = not self._alone or self.args.my_rank == 0
         self._checkpointer: Checkpointer | None = None
         self.saved: list[int] = []
+        self._saves_begun = False
 
     def get_tensor(self, size: int) -> torch.Tensor:
         """Return `size` random bytes. Equal bytes would be deduplicated, unlike those of a real training run."""
@@ -111,6 +122,9 @@ class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-igno
         if not self._mine:
             return
         state = {"model": self.model_state, "optimizer": self.optimization_state, "layers": self.layer_state}
+        if self._saves_begun:
+            change(state)
+        self._saves_begun = True
         step = epoch * 1_000_000 + step_number
         self._open().save(step, {name: value for name, value in state.items() if value}).result(_WAIT_SECONDS)
         self.saved.append(step)

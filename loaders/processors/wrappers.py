@@ -33,6 +33,7 @@ _NO_TEXT = (
     "columns has 'caption', and the index has no text of samples whose JSON has a caption: index or pack again, "
     "or use columns=['fields.caption']"
 )
+_TWO_MEANINGS = "columns has {0!r}: the loader delivers the index's column; the JSON's field is 'fields.{0}'"
 _RESERVED = frozenset(
     ["id", "key", "text", "video", "audio", "mel", "clip", "start", "audio_samples", "source", "bucket"]
 )
@@ -108,9 +109,12 @@ def check_columns(columns: Sequence[str], fields: Mapping[str, object], url: str
     Raise `UsageError` if a column does not exist, or has the name of another entry of the batches.
     """
     known = known_columns(fields)
+    of_index = set(known[: len(known) - len(fields)])
     for name in columns:
         if name in _RESERVED:
             raise UsageError(f"columns cannot hold {name!r}: batches have something of that name", hint="leave it out")
+        if name in of_index and name in fields and name != _CAPTION:
+            warn_once(_log, _TWO_MEANINGS.format(name), per="job")
         if name not in known and not (name.startswith(_FIELD) and name.removeprefix(_FIELD) in fields):
             raise UsageError(
                 f"{url} has no column {name!r}{did_you_mean(name, known)}", hint=f"there are {', '.join(sorted(known))}"

@@ -200,7 +200,7 @@ class OrderPlan(msgspec.Struct, frozen=True, eq=False):
         share = self.schedule.share(epoch, batch, self.rank, self.world_size)
         entries: dict[str, Any] = {} if share.bucket is None else {"bucket": share.bucket}
         if self.schedule.evaluates:
-            entries |= {"sizes": list(share.sizes), "dry": share.dry}
+            entries |= {"samples_per_rank": list(share.sizes), "empty_ranks": share.empty_ranks}
         return entries
 
     def fingerprint(self, epoch: int, batch: int) -> Fingerprint:

@@ -8,13 +8,13 @@ Purpose: separate the computation of orders from the loader that reads, decodes 
 How evaluation works. Padding the last batch would count samples twice, and dropping it would leave samples out, so
 metrics would not be exact. Instead, samples are delivered in the order of their ids, in global batches of one size. The
 last batch may be short, and is shared as evenly as possible. All ranks take the same number of steps, so collectives
-and DDP stay synchronized. In a short step some ranks may get fewer samples, or none. A rank without samples is *dry*,
-and every rank knows which ranks are. Streams follow each other, and each ends with its own short batch. So every batch
+and DDP stay synchronized. In a short step some ranks may get fewer samples, or none. Every
+rank knows which ranks get none. Streams follow each other, and each ends with its own short batch. So every batch
 belongs to one stream, and metrics per source need no sorting.
 
 Invariants of every schedule: `share` is pure. The concatenated shares of ranks 0 … W-1 are the global batch, the same
 for every W. The ranks' shares differ by one clip at most, and are equal if W divides the batch. In an evaluation, only
-the last step of a stream has dry ranks.
+the last step of a stream has ranks without samples.
 Failure behaviour: `UsageError` for a rank or a batch out of range.
 """
 
@@ -59,7 +59,7 @@ class Share(msgspec.Struct, frozen=True):
         return len(self.virtual)
 
     @property
-    def dry(self) -> list[int]:
+    def empty_ranks(self) -> list[int]:
         """The ranks that get no sample of this batch."""
         return [rank for rank, size in enumerate(self.sizes) if not size]
 

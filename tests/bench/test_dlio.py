@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from headrace.bench.workloads.dlio import main, place_of, prepare
 from headrace.checkpoint import Checkpointer
@@ -103,13 +104,9 @@ def test_files_become_samples_with_the_same_bytes_once(tmp_path: Path, capsys: p
     assert "nothing to do" in capsys.readouterr().out
 
 
-def test_the_loader_gives_every_rank_its_share_of_each_epoch_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "train").mkdir()
-    for number in range(6):
-        (tmp_path / "train" / f"img_{number}_of_6.npz").write_bytes(os.urandom(1000 + number))
-    prepare(tmp_path)
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`headrace.bench.peers.dlio`, imported without DLIO."""
     for name in ("checkpointing", "common", "data_loader"):
         monkeypatch.setitem(sys.modules, f"dlio_benchmark.{name}", ModuleType(name))
     for name, members in STUBS.items():
@@ -117,7 +114,23 @@ def test_the_loader_gives_every_rank_its_share_of_each_epoch_whole(
         vars(stub).update(members)
         monkeypatch.setitem(sys.modules, name, stub)
     monkeypatch.delitem(sys.modules, "headrace.bench.peers.dlio", raising=False)
-    plugin = importlib.import_module("headrace.bench.peers.dlio")
+    return importlib.import_module("headrace.bench.peers.dlio")
+
+
+def test_the_state_of_each_save_is_new(plugin: ModuleType) -> None:
+    state = {"model": [torch.zeros(4096, dtype=torch.int8)], "optimizer": {"a": torch.zeros(1024)}, "layers": None}
+    seen = set()
+    for _ in range(3):
+        plugin.change(state)
+        seen.add(bytes(state["model"][0].numpy()) + state["optimizer"]["a"].numpy().tobytes())
+    assert len(seen) == 3
+
+
+def test_the_loader_gives_every_rank_its_share_of_each_epoch_whole(tmp_path: Path, plugin: ModuleType) -> None:
+    (tmp_path / "train").mkdir()
+    for number in range(6):
+        (tmp_path / "train" / f"img_{number}_of_6.npz").write_bytes(os.urandom(1000 + number))
+    prepare(tmp_path)
     wanted = sorted(path.read_bytes() for path in (tmp_path / "train").iterdir())
     loaders = [plugin.file_loader(place_of(tmp_path, "train"), 2, rank, 2, 1) for rank in range(2)]
     for _ in range(2):

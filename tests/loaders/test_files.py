@@ -103,6 +103,14 @@ def test_an_epoch_holds_every_file_that_was_asked_for_once_and_byte_for_byte(mak
     assert sorted(key for key, _ in found) == [f"{number:03}" for number in complete]
 
 
+def test_the_files_of_an_evaluation_are_split_by_their_sizes(make: Make) -> None:
+    batches = [batch for rank in range(2) for batch in make(evaluate=True, rank=rank, world_size=2)]
+    found = [one for batch in batches for one in contents(batch)]
+    assert sorted(key for key, _ in found) == [f"{number:03}" for number in WITH_LATENTS]
+    assert all(files == expected(key, "latents.npy", "json") for key, files in found)
+    assert {sum(batch["samples_per_rank"]) for batch in batches} <= {8, len(WITH_LATENTS) % 8}
+
+
 def test_the_rest_of_an_epoch_is_the_same_on_another_world_size(make: Make) -> None:
     whole = [contents(batch) for batch in make(seed=3)]
     first = make(seed=3)

@@ -122,6 +122,19 @@ def test_an_index_without_the_texts_of_json_captions_is_warned_of(tmp_path: Path
     assert "the index has no text of samples whose JSON has a caption" in caplog.text
 
 
+def test_a_json_field_with_the_name_of_a_column_is_delivered_by_its_full_name(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "in").mkdir()
+    write_wav(tmp_path / "in" / "a.wav", seconds=0.02)
+    (tmp_path / "in" / "a.json").write_text('{"channels": 99}')
+    with (
+        pack([tmp_path / "in"], tmp_path / "ds", workers=1) as dataset,
+        AudioLoader(dataset, 1, columns=["channels", "fields.channels"], sidecar=None) as loader,
+    ):
+        batch = first(loader)
+    assert (batch["channels"], batch["fields.channels"]) == ([1], [99])
+    assert "the JSON's field is 'fields.channels'" in caplog.text
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", torch.float32])
 def test_floats_are_pixels_from_zero_to_one(make: Any, dtype: Any) -> None:
     whole, floats = first(make()), first(make(dtype=dtype))

@@ -187,10 +187,10 @@ def test_an_evaluation_of_a_mixture_sees_each_source_once_and_each_batch_is_of_o
         seen, per_source = list[tuple[str, str]](), Counter[str]()
         for batch in loader:
             assert len(set(batch["source"])) == 1
-            assert sum(batch["sizes"]) == len(batch["key"])
+            assert sum(batch["samples_per_rank"]) == len(batch["key"])
             assert ("bucket" in batch) == in_buckets
             seen.extend(zip(batch["source"], batch["key"], strict=True))
-            per_source[batch["source"][0]] += batch["sizes"][0]
+            per_source[batch["source"][0]] += batch["samples_per_rank"][0]
         assert len(set(seen)) == len(seen) == 8
         assert per_source == {"five": 5, "three": 3}
     for force in (False, True):
@@ -224,7 +224,7 @@ def test_an_evaluation_that_is_left_begins_anew_and_one_that_is_restored_goes_on
     assert [key for batch in other for key in batch["key"]] == keys
 
 
-def test_an_evaluation_sees_every_clip_once_and_names_the_dry_ranks(make: Make) -> None:
+def test_an_evaluation_sees_every_clip_once_and_names_the_ranks_without_samples(make: Make) -> None:
     ranks = [
         make(batch_size=3, rank=rank, world_size=2, evaluate=True, clip=Clip(1, start="center")) for rank in range(2)
     ]
@@ -232,13 +232,13 @@ def test_an_evaluation_sees_every_clip_once_and_names_the_dry_ranks(make: Make) 
         parts = [list(rank) for rank in ranks]
         assert [len(part) for part in parts] == [2, 2]
         assert sorted(n for part in parts for batch in part for n in batch["id"].tolist()) == list(range(8))
-        assert [batch["sizes"] for batch in parts[0]] == [[3, 3], [1, 1]]
+        assert [batch["samples_per_rank"] for batch in parts[0]] == [[3, 3], [1, 1]]
     many = [
         make(batch_size=1, rank=rank, world_size=5, evaluate=True, clip=Clip(1, start="center")) for rank in range(5)
     ]
     last = [list(rank)[-1] for rank in many]
-    assert {tuple(batch["sizes"]) for batch in last} == {(0, 1, 0, 1, 1)}
-    assert all(batch["dry"] == [0, 2] for batch in last)
+    assert {tuple(batch["samples_per_rank"]) for batch in last} == {(0, 1, 0, 1, 1)}
+    assert all(batch["empty_ranks"] == [0, 2] for batch in last)
     assert [batch["video"] is None for batch in last] == [True, False, True, False, False]
 
 

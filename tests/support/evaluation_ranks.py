@@ -25,23 +25,23 @@ RANKS = 3
 
 
 def evaluate(url: str, batch_size: int, rank: int, port: int) -> dict[str, Any]:
-    """What this rank knows in the end: the steps, the samples of all, and which ranks were dry when."""
+    """What this rank knows in the end: the steps, the samples of all, and which ranks were without samples when."""
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", timedelta(seconds=60), rank=rank, world_size=RANKS)
-    seen, dry = torch.zeros(8, dtype=torch.int64), []
+    seen, empty = torch.zeros(8, dtype=torch.int64), []
     clip = Clip(1, start="center")
     with VideoLoader(url, batch_size, clip=clip, size=(16, 16), evaluate=True, sidecar=None, num_threads=1) as loader:
         for batch in loader:
             mine = torch.bincount(batch["id"], minlength=8)
             dist.all_reduce(mine)
             seen += mine
-            dry.append(batch["dry"])
+            empty.append(batch["empty_ranks"])
         with_model = _forward(loader)
     dist.destroy_process_group()
-    return {"seen": seen.tolist(), "dry": dry, "forward": with_model}
+    return {"seen": seen.tolist(), "empty": empty, "forward": with_model}
 
 
 def _forward(loader: VideoLoader) -> int:
-    """Steps of a DDP model inside `Join`, dry ranks included: they leave early, and the others go on."""
+    """Steps of a DDP model inside `Join`, ranks without samples included: they leave early, and the others go on."""
     model = DistributedDataParallel(torch.nn.Linear(3 * 16 * 16, 1))
     steps = 0
     with Join([model]):

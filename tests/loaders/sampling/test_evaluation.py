@@ -1,4 +1,4 @@
-"""Evaluation: each sample once on any number of ranks, equally many steps, and the dry ranks named."""
+"""Evaluation: each sample once on any number of ranks, equally many steps, and the ranks without samples named."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_clip_is_delivered_once_and_all_ranks_take_equally_many_steps(
         assert {share.sizes for share in shares} == {tuple(map(len, shares))}
         assert max(map(len, shares)) <= per_rank
         empty = [rank for rank, share in enumerate(shares) if not len(share)]
-        assert [share.dry for share in shares] == [empty] * world_size
+        assert [share.empty_ranks for share in shares] == [empty] * world_size
         assert not empty or number == schedule.batches - 1
         seen.extend(virtual for share in shares for virtual in share.virtual.tolist())
     assert seen == list(range(samples * clips))
@@ -30,7 +30,7 @@ def test_every_clip_is_delivered_once_and_all_ranks_take_equally_many_steps(
 def test_no_step_is_without_samples_on_all_ranks() -> None:
     assert Evaluation.of([Population(16)], [8]).batches == 2
     assert Evaluation.of([Population(1)], [8]).batches == 1
-    assert Evaluation.of([Population(2)], [4]).share(0, 0, 0, 4).dry == [0, 2]
+    assert Evaluation.of([Population(2)], [4]).share(0, 0, 0, 4).empty_ranks == [0, 2]
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 20)), min_size=1, max_size=6), st.integers(1, 7))
