@@ -11,7 +11,9 @@ is part of the step. Pass it as `train_dataset`, or return it from `get_train_da
 
 `Trainer(callbacks=[RepositoryCallback(checkpointer)])` saves when the Trainer does, in addition to the Trainer's own
 files. It restores when training begins. A Headrace loader then continues at its saved position. A callback cannot skip
-batches of any other data. Such data starts from the beginning, and a warning is logged.
+batches of any other data. Such data starts from the beginning, and a warning is logged. The Trainer divides the first
+loss after that by all steps since the run began. The callback corrects it in `log_history` and for the callbacks after
+it. Trackers of `report_to` come before it and get the smaller number once.
 
 Invariant: a saved step holds model, optimizer, scheduler and generators as they were when the Trainer saved.
 
@@ -203,12 +205,15 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def __init__(self, checkpointer: Checkpointer, *, resume: bool = True) -> None:
         self._checkpointer, self._resume = checkpointer, resume
+        self._counted: tuple[int, int] | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         into = _state(objects) | {"progress": {"global_step": 0, "epoch": 0.0}}
         if not self._resume or self._checkpointer.restore(into) is None:
             return
+        began = state.global_step
         state.global_step, state.epoch = into["progress"]["global_step"], into["progress"]["epoch"]
+        self._counted = (began, state.global_step)
         if "loader" in into:
             to_next_batch(into["loader"])
         else:
@@ -217,6 +222,14 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 "RepositoryTrainer continues at the next batch",
                 state.global_step,
             )
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **objects: Any) -> None:
+        """Correct the first loss after a restore: the Trainer divides it by all steps since its own start."""
+        if self._counted is None or logs is None or "loss" not in logs:
+            return
+        (began, restored), self._counted = self._counted, None
+        logs["loss"] *= (state.global_step - began) / (state.global_step - restored)
+        state.log_history[-1]["loss"] = logs["loss"]
 
     def on_save(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         progress = {"global_step": int(state.global_step), "epoch": float(state.epoch or 0)}
