@@ -76,13 +76,19 @@ def test_the_state_has_the_size_of_the_model() -> None:
     assert elements == pytest.approx(405e9, rel=0.01)
 
 
-def test_all_ranks_plan_commit_and_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model has three parameters in this process."""
     few = state.PARAMETERS[:3]
     names = [f"{slot}/{name}" for slot in ("weight", "exp_avg", "exp_avg_sq", "step") for name, _ in few]
     monkeypatch.setattr(plan, "PARAMETERS", few)
     monkeypatch.setattr(state, "PARAMETERS", few)
     monkeypatch.setattr(commit, "NAMES", names)
     monkeypatch.setattr(state, "DOCUMENT", state.document(names))
+
+
+@pytest.mark.usefixtures("few_parameters")
+def test_all_ranks_plan_commit_and_restore() -> None:
     assert plan.measure(5)["cpu_seconds"] > 0
     saved = commit.measure(5, 0.02)
     assert saved["requests"] >= 3 * 5
@@ -110,7 +116,14 @@ def test_a_repository_of_many_steps_takes_as_many_requests_as_one_of_few() -> No
     assert 0.1 < many["latest_s"] < 0.5
 
 
-def test_the_command_prints_the_figures_with_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("few_parameters")
+def test_the_command_prints_the_figures_with_their_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All parts are programs, as always, except restores: with all parameters they take 25 s of CPU."""
+    run = figures._run
+    here = {"restore": restore.measure}
+    monkeypatch.setattr(figures, "_run", lambda part, *sizes: here[part](*sizes) if part in here else run(part, *sizes))
     part = run_part(capsys, "simulate", "--control-plane", "--ranks", "8", "--latency-ms", "5")
     assert part.settings == {"ranks": 8, "latency_ms": 5.0, "extrapolated": False, "laws": {}}
     found = part.candidates["headrace"].metrics
