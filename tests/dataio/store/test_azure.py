@@ -7,6 +7,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from headrace.dataio.core.errors import (
     TransientError,
     UsageError,
 )
+from headrace.dataio.store import retry
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.conformance import StoreConformance
@@ -147,6 +149,8 @@ def test_a_silent_server_is_given_up_after_the_time_limit(monkeypatch: pytest.Mo
     monkeypatch.setattr(azure, "CONNECT_SECONDS", 0.2)
     monkeypatch.setattr(azure, "READ_SECONDS", 0.2)
     monkeypatch.setattr(azure.limits, "LEAST_RATE", azure.limits.GIB)
+    for module in (azure, retry):
+        monkeypatch.setattr(module, "Policy", partial(retry.Policy, attempts=2))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}/a"
         options = {"account_name": "a", "account_key": "aGlkZGVu", "endpoint": endpoint}
