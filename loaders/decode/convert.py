@@ -144,7 +144,10 @@ def planes(frame: VideoFrame, samples: int = 1) -> list[U8]:
     """The memory of the planes as (height, width × samples), without a copy."""
     frame_planes: Any = frame.planes
     height, width = frame.height, frame.width * samples
-    return [np.frombuffer(one, np.uint8).reshape(-1, one.line_size)[:height, :width] for one in frame_planes]
+    arrays = list[U8]()
+    for one in frame_planes:  # a list comprehension would be one more call for each frame
+        arrays.append(np.frombuffer(one, np.uint8).reshape(-1, one.line_size)[:height, :width])
+    return arrays
 
 
 class Canvas(Protocol):
@@ -240,9 +243,10 @@ class Axis(msgspec.Struct, frozen=True):
 
     def needed(self, antialias: bool = True) -> tuple[int, int]:
         """First and last (exclusive) of the source pixels that bilinear filtering reads for the kept pixels."""
-        reach = max(1.0, self.step) if antialias else 1.0
-        begin = math.floor(self.step * (self.first + 0.5) - reach) - 1
-        end = math.ceil(self.step * (self.first + self.kept - 0.5) + reach) + 1
+        step = self.step
+        reach = max(1.0, step) if antialias else 1.0
+        begin = math.floor(step * (self.first + 0.5) - reach) - 1
+        end = math.ceil(step * (self.first + self.kept - 0.5) + reach) + 1
         return max(0, begin), min(self.source, end)
 
     def factor(self, end: int) -> float | None:
@@ -251,10 +255,10 @@ class Axis(msgspec.Struct, frozen=True):
         None if there is no such factor. Also None if the number of pixels would stay the same, since torch then skips
         scaling.
         """
-        guess = self.scaled / self.source
+        guess, step = self.scaled / self.source, self.step
         for factor in (guess, math.nextafter(guess, 0), math.nextafter(guess, 2 * guess)):
             scaled_end = math.floor(end * factor)
-            if 1 / factor == self.step and scaled_end >= self.first + self.kept and (scaled_end != end or factor == 1):
+            if 1 / factor == step and scaled_end >= self.first + self.kept and (scaled_end != end or factor == 1):
                 return factor
         return None
 

@@ -23,7 +23,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -48,7 +49,8 @@ from headrace.loaders.decode.trim import NoStartError, Window, has_decode_order,
 _WITH_MESSAGES = frozenset(["h264", "hevc"])
 _SKIPPING = frozenset(["h264", "hevc"])
 """Codecs whose decoders accept a new `skip_frame` setting with every packet; dav1d reads it only once."""
-
+_PACKETS_AT_ONCE = 8
+"""The number of packets after which decoding checks whether it was cancelled."""
 
 Surface = TypeVar("Surface", bound=Canvas)
 ClipPixels = tuple[Samples, tuple[int, ...], tuple[int, int] | None]
@@ -224,80 +226,87 @@ def _attempts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
 def _draw_window(window: Window, request: Request, canvas: Surface) -> Surface:
     """Draw the requested frames on the canvas. A frame that the clip repeats is drawn once."""
     picks, filled = window.picks, 0
-    ranked = _ranked_frames(window)
-    for rank, frame in ranked:
-        if picks[filled] < rank:
+    requested = _requested_frames(window, request)
+    for rank, frame in requested:
+        if picks[filled] != rank:
             break
-        if frame.is_corrupt or frame.width != request.info.width or frame.height != request.info.height:
-            raise _damage_error(frame, request)
-        if picks[filled] > rank:
-            continue
         canvas.draw(filled, frame)
         filled += 1
         while filled < len(picks) and picks[filled] == rank:
             canvas.again(filled)
             filled += 1
         if filled == len(picks):
-            _check_later_frames(window, request, ranked)
+            _check_later_frames(window, request, requested)
             return canvas
     raise CorruptionError(f"only {filled} of the clip's {len(picks)} frames could be decoded")
 
 
-def _check_later_frames(window: Window, request: Request, ranked: Iterator[tuple[int, VideoFrame]]) -> None:
+def _check_later_frames(window: Window, request: Request, requested: Iterator[tuple[int, VideoFrame]]) -> None:
     """Check the decoded frames that are shown after the clip, since the clip's frames may refer to them."""
-    later_frames: Iterable[VideoFrame] = (frame for _, frame in ranked)
-    if not window.stamped:
-        with contextlib.suppress(EOFError):  # the decoder has already been flushed
-            later_frames = window.stream.codec_context.decode(None)
-    for frame in later_frames:
-        if frame.is_corrupt:
-            raise _damage_error(frame, request)
+    if window.stamped:
+        deque(requested, maxlen=0)  # it checks all frames
+        return
+    with contextlib.suppress(EOFError):  # the decoder has already been flushed
+        for frame in window.stream.codec_context.decode(None):
+            if frame.is_corrupt:
+                raise _damage_error(frame, request)
 
 
-def _ranked_frames(window: Window) -> Iterator[tuple[int, VideoFrame]]:
-    """Yield decoded frames with their index among the window's frames.
+def _requested_frames(window: Window, request: Request) -> Iterator[tuple[int, VideoFrame]]:
+    """Decode, and yield the requested frames with their index among the window's frames.
 
-    Frames are matched by time stamp, or counted if time stamps are unusable.
+    Frames are matched by time stamp, or counted if time stamps are unusable. All decoded frames are checked. Frames
+    that are neither requested nor referred to are not decoded. Decoding stops after the last packet with a requested
+    frame. This loop runs for every packet, so it calls few functions.
     """
-    for count, frame in enumerate(_decode_frames(window)):
-        if not window.stamped:
-            yield count, frame
-            continue
-        rank = bisect_left(window.times, frame.pts) if frame.pts is not None else len(window.times)
-        if rank == len(window.times) or window.times[rank] != frame.pts:
-            raise CorruptionError(f"a frame came out at time stamp {frame.pts}, where there is none")
-        yield rank, frame
-
-
-def _decode_frames(window: Window) -> Iterator[VideoFrame]:
-    """Yield the decoder's frames.
-
-    Frames that are neither requested nor referred to are not decoded. Decoding stops after the last packet with a
-    requested frame.
-    """
-    context = window.stream.codec_context
+    info, context, stamped = request.info, window.stream.codec_context, window.stamped
     context.thread_count = 1
-    codec, packets, referenced = context.codec.canonical_name, window.packets, set[int]()
-    skipping = window.stamped and codec in _SKIPPING
-    requested_pts = set(window.pts) if window.stamped else set[int]()
-    if window.stamped:  # up to the last packet that contains a requested frame
-        last = max(
-            (number for number, packet in enumerate(packets) if packet.pts in requested_pts), default=len(packets) - 1
-        )
-        packets = packets[: last + 1]
+    codec, packets = context.codec.canonical_name, window.packets
+    skipping, count = stamped and codec in _SKIPPING, 0
+    picks, requested_pts, referenced = set(window.picks), set[int](), set[int]()
+    ranks = dict(zip(reversed(window.times), range(len(window.times) - 1, -1, -1), strict=True))
+    if stamped:
+        requested_pts = set(window.pts)
+        packets = _up_to_last(packets, requested_pts)
     if skipping:
         referenced = _in_lower_layers(window, packets)
-    for number, packet in enumerate(packets):
-        check_cancelled()
-        if skipping:
-            context.skip_frame = "DEFAULT" if packet.pts in requested_pts or number in referenced else "NONREF"
-        if window.bare:
-            units = bitstream.length_size(codec, context.extradata)
-            packet.update(bitstream.without_sei(codec, memoryview(packet), units))
-        if codec == "ffv1" and context.extradata and bitstream.ffv1_damaged(memoryview(packet)):
-            raise CorruptionError(f"a slice of the frame at time stamp {packet.pts} is damaged")
-        yield from context.decode(packet)
-    yield from context.decode(None)
+    for number, packet in enumerate((*packets, None)):  # None flushes the decoder
+        if not number % _PACKETS_AT_ONCE:
+            check_cancelled()
+        if packet is not None:
+            if skipping:
+                is_needed = packet.pts in requested_pts or number in referenced
+                context.skip_frame = "DEFAULT" if is_needed else "NONREF"
+            if window.bare or codec == "ffv1":
+                _prepare(packet, window)
+        for frame in context.decode(packet):
+            rank = ranks.get(frame.pts) if stamped else count  # type: ignore[arg-type]
+            if rank is None:
+                raise CorruptionError(f"a frame came out at time stamp {frame.pts}, where there is none")
+            if frame.is_corrupt or frame.width != info.width or frame.height != info.height:
+                raise _damage_error(frame, request)
+            count += 1
+            if rank in picks:
+                yield rank, frame
+
+
+def _up_to_last(packets: list[Packet[VideoStream]], requested_pts: Set[int]) -> list[Packet[VideoStream]]:
+    """The packets up to the last one that contains a requested frame; all if none does."""
+    for end in range(len(packets), 0, -1):
+        if packets[end - 1].pts in requested_pts:
+            return packets[:end]
+    return packets
+
+
+def _prepare(packet: Packet[VideoStream], window: Window) -> None:
+    """Remove supplemental messages if the window is `bare`, and check the slices of FFV1."""
+    context = window.stream.codec_context
+    codec = context.codec.canonical_name
+    if window.bare:
+        units = bitstream.length_size(codec, context.extradata)
+        packet.update(bitstream.without_sei(codec, memoryview(packet), units))
+    if codec == "ffv1" and context.extradata and bitstream.ffv1_damaged(memoryview(packet)):
+        raise CorruptionError(f"a slice of the frame at time stamp {packet.pts} is damaged")
 
 
 def _in_lower_layers(window: Window, packets: Sequence[Packet[VideoStream]]) -> set[int]:

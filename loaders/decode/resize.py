@@ -16,6 +16,7 @@ Failure behaviour: that of the converter; the loader has checked all sizes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -120,6 +121,6 @@ def _scaling(down: Axis, across: Axis, bottom: int, right: int, antialias: bool)
     saved = bottom * right < _WORTH * down.source * across.source
     if vertical is None or horizontal is None or not saved or not antialias:
         size = (down.scaled, across.scaled)
-        return down.source, across.source, lambda page: scale(page, *size, antialias)
+        return down.source, across.source, partial(scale, height=size[0], width=size[1], antialias=antialias)
     factors = (vertical, horizontal)
-    return bottom, right, lambda page: F.interpolate(page, scale_factor=factors, mode="bilinear", antialias=True)
+    return bottom, right, partial(F.interpolate, scale_factor=factors, mode="bilinear", antialias=True)

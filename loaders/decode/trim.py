@@ -29,6 +29,7 @@ import sys
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter
 from typing import BinaryIO, TypeAlias, TypeVar, cast
 
 import av
@@ -74,6 +75,8 @@ _NEVER = -(1 << 63)
 """The time of a frame without a time stamp. It sorts before all others."""
 
 Packets: TypeAlias = "Iterator[Packet[VideoStream]]"
+_HAS_BYTES = attrgetter("size")
+"""False for the empty packet at the end, which only flushes the decoder."""
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -93,7 +96,7 @@ class Window(msgspec.Struct, frozen=True):
 
     @property
     def pts(self) -> tuple[int, ...]:
-        stamps = tuple(self.times[min(pick, len(self.times) - 1)] for pick in self.picks)
+        stamps = tuple([self.times[min(pick, len(self.times) - 1)] for pick in self.picks])
         if _NEVER in stamps:
             raise UnsupportedError("frames of the clip have no time stamps", hint="remux the file, such as by ffmpeg")
         return stamps
@@ -212,7 +215,7 @@ def _read_excerpt(container: av.container.InputContainer, request: Request) -> W
     wanted = request.wanted
     stream = _video(container, request.info, 0)
     with demuxed(container, stream) as packets:
-        clip_packets, times, ended = _collect(_bounded(_shifted(packets, wanted.key.pts), request), wanted)
+        clip_packets, times, ended = _collect(_shifted(packets, wanted.key.pts), request)
     if ended:
         raise CorruptionError(f"only {len(times)} frames follow the key frame at time stamp {wanted.key.pts}")
     return Window(stream, clip_packets, times, _picks(wanted, times), stamped=True)
@@ -245,12 +248,13 @@ def _read_window(container: av.container.InputContainer, request: Request) -> Wi
     ):
         return None
     try:
-        packets, times, ended = _collect(_bounded(_from_key(container, stream, request), request), wanted)
+        with _from_key(container, stream, request) as source:
+            packets, times, ended = _collect(source, request)
     except NoStartError:
         if wanted.key == info.key_frames[0] and wanted.key.pts == info.start_pts:
             return None
         raise
-    if any(packet.pts is None for packet in packets):
+    if None in [packet.pts for packet in packets]:
         return None
     if ended and _is_cut_short(info, wanted.key.index + len(times)):
         raise CorruptionError(
@@ -307,7 +311,7 @@ def _whole_window(container: av.container.InputContainer, request: Request) -> W
     with demuxed(container, stream) as source:
         packets = [packet for packet in _bounded(source, request, decoding=False) if packet.size]
     codec = stream.codec_context.codec.canonical_name
-    times = _times(packets, [is_shown(codec, memoryview(packet)) for packet in packets])
+    times = _times(packets, _are_shown(codec, packets))
     if len(times) != info.frames and codec == "mpeg4":
         views = (memoryview(packet) for packet in packets)
         times = _times(packets, bitstream.mpeg4_shown(stream.codec_context.extradata, views))
@@ -324,11 +328,16 @@ def _bounded(source: Packets, request: Request, *, decoding: bool = True) -> Pac
     most_frames = _most_frames(request.info) if decoding else sys.maxsize
     for number, packet in enumerate(source):
         total += packet.size
-        if total > max_bytes:  # tables may list the same bytes repeatedly
-            raise CorruptionError(f"its packets hold more than {_EXPANDED} times the bytes of the file")
-        if number > most_frames:
-            _check_pixels(request.info, number)
+        if total > max_bytes or number > most_frames:
+            _refuse(request, total, number)
         yield packet
+
+
+def _refuse(request: Request, total: int, frames: int) -> None:
+    """Raise the error of packets with too many bytes in `total` or too many `frames`."""
+    if total > _EXPANDED * len(request.data):  # tables may list the same bytes repeatedly
+        raise CorruptionError(f"its packets hold more than {_EXPANDED} times the bytes of the file")
+    _check_pixels(request.info, frames)
 
 
 def _most_frames(info: VideoInfo) -> int:
@@ -342,6 +351,13 @@ def _check_pixels(info: VideoInfo, frames: int) -> None:
             f"the clip lies more than {frames:,} frames of {info.width}x{info.height} after the key frame before it",
             hint="pack it with `--transcode h264`, which makes key frames",
         )
+
+
+def _are_shown(codec: str, packets: Sequence[Packet[VideoStream]]) -> list[bool]:
+    """Whether each of the packets shows a frame."""
+    if codec in bitstream.WITH_HIDDEN_FRAMES:
+        return [is_shown(codec, memoryview(packet)) for packet in packets]
+    return [True] * len(packets)
 
 
 def _times(packets: Sequence[Packet[VideoStream]], shown: Iterable[bool]) -> list[int]:
@@ -366,20 +382,21 @@ def _decoded_times(request: Request) -> list[int]:
     return sorted(times)
 
 
-def _from_key(container: av.container.InputContainer, stream: VideoStream, request: Request) -> Packets:
+@contextmanager
+def _from_key(container: av.container.InputContainer, stream: VideoStream, request: Request) -> Iterator[Packets]:
     """Packets in decode order from the requested key frame on, even if the container's own index is wrong."""
     wanted = request.wanted
     if wanted.key.index or request.info.origin_pts:
         _seek(container, wanted.key.pts, stream)
-    packets = _skip_to(container, stream, wanted.key.pts)
-    first_packet = next(packets, None)
-    if first_packet is None:  # the seek missed the key frame: search from the beginning
-        _seek(container, container.start_time or 0, None)
-        packets = _skip_to(container, stream, wanted.key.pts)
-        first_packet = next(packets, None)
-    if first_packet is None:
-        raise NoStartError(f"the key frame at time stamp {wanted.key.pts}, which the index lists, is not there")
-    return itertools.chain((first_packet,), packets)
+    for is_retry in (False, True):
+        if is_retry:  # the seek missed the key frame: search from the beginning
+            _seek(container, container.start_time or 0, None)
+        with demuxed(container, stream) as packets:
+            first_packet = _find_key(packets, wanted.key.pts)
+            if first_packet is not None:
+                yield itertools.chain((first_packet,), itertools.takewhile(_HAS_BYTES, packets))
+                return
+    raise NoStartError(f"the key frame at time stamp {wanted.key.pts}, which the index lists, is not there")
 
 
 def _seek(container: av.container.InputContainer, pts: int, stream: VideoStream | None) -> None:
@@ -389,53 +406,55 @@ def _seek(container: av.container.InputContainer, pts: int, stream: VideoStream 
         raise NoStartError(f"there is no key frame before time stamp {pts}") from error
 
 
-def _skip_to(container: av.container.InputContainer, stream: VideoStream, pts: int) -> Packets:
-    """Packets from the key frame at `pts` on; none if a later key frame appears first."""
-    reached = False
-    with demuxed(container, stream) as packets:
-        for packet in packets:
-            if packet.size == 0:
-                return  # the end: an empty packet only flushes the decoder
-            stamp = packet.pts if packet.pts is not None else packet.dts
-            if packet.is_keyframe and not reached and stamp is not None:
-                reached = stamp == pts
-                if stamp > pts:
-                    return
-            if reached:
-                yield packet
+def _find_key(packets: Packets, pts: int) -> Packet[VideoStream] | None:
+    """The key frame at `pts`. None if a later key frame appears first."""
+    for packet in itertools.takewhile(_HAS_BYTES, packets):
+        stamp = packet.pts if packet.pts is not None else packet.dts
+        if packet.is_keyframe and stamp is not None and stamp >= pts:
+            return packet if stamp == pts else None
+    return None
 
 
-def _collect(source: Packets, wanted: Wanted) -> tuple[list[Packet[VideoStream]], list[int], bool]:
+def _collect(source: Packets, request: Request) -> tuple[list[Packet[VideoStream]], list[int], bool]:
     """Collect the packets of the clip. Returns three values:
 
     - the packets up to the clip's end, without the first key frame's leading frames;
     - the time stamps of their frames, in ascending order;
     - whether the stream ended before the clip did.
+
+    This loop runs for every packet, so it calls few functions.
     """
+    wanted, codec, total = request.wanted, request.info.codec, 0
+    by_pts, last = wanted.by == "pts", wanted.values[-1]
+    last_index = max(0, last - wanted.key.index)
+    max_bytes, most_frames = _EXPANDED * len(request.data), _most_frames(request.info)
+    may_be_hidden = codec in bitstream.WITH_HIDDEN_FRAMES
     packets: list[Packet[VideoStream]] = []
     times: list[int] = []
-    for packet in source:
-        stamp = packet.pts if packet.pts is not None else packet.dts
+    for number, packet in enumerate(source):
+        total += packet.size
+        if total > max_bytes or number > most_frames:
+            _refuse(request, total, number)
+        pts, dts = packet.pts, packet.dts
+        stamp = pts if pts is not None else dts
         if stamp is None:
             raise UnsupportedError("the stream carries no time stamps", hint="remux it into MP4, Matroska or WebM")
         if packet.is_corrupt:
             raise CorruptionError(f"the packet at time stamp {stamp} is damaged")
         if stamp < wanted.key.pts:
             continue
-        if packet.dts is not None and _has_all_frames(packet.dts, wanted, times):
-            return packets, times, False
+        if dts is not None:  # packets from here on are shown at `dts` or later
+            complete = dts > last if by_pts else len(times) > last_index and times[last_index] < dts
+            if complete:
+                return packets, times, False
         if not packets:
             _check_start(packet)
         packets.append(packet)
-        if not packet.is_discard and is_shown(packet.stream.codec.canonical_name, memoryview(packet)):
-            _insert(times, stamp)
+        if not packet.is_discard and (not may_be_hidden or is_shown(codec, memoryview(packet))):
+            insort(times, stamp)
+            if len(times) > _REORDERED and times[-_REORDERED] > stamp:
+                raise CorruptionError(f"time stamp {stamp} comes more than {_REORDERED} frames too late")
     return packets, times, True
-
-
-def _insert(times: list[int], stamp: int) -> None:
-    insort(times, stamp)
-    if len(times) > _REORDERED and times[-_REORDERED] > stamp:
-        raise CorruptionError(f"time stamp {stamp} comes more than {_REORDERED} frames too late")
 
 
 def _check_start(packet: Packet[VideoStream]) -> None:
@@ -451,22 +470,11 @@ def _check_start(packet: Packet[VideoStream]) -> None:
         context.options = context.options | _EXPLODING
 
 
-def _has_all_frames(dts: int, wanted: Wanted, times: list[int]) -> bool:
-    """Whether `times` holds all frames up to the last requested one.
-
-    Packets from decode time `dts` on are shown later.
-    """
-    if wanted.by == "pts":
-        return dts > wanted.values[-1]
-    last_index = max(0, wanted.values[-1] - wanted.key.index)
-    return len(times) > last_index and times[last_index] < dts
-
-
 def _picks(wanted: Wanted, times: list[int]) -> tuple[int, ...]:
     if wanted.by == "index":
-        picks = tuple(value - wanted.key.index for value in wanted.values)
+        picks = tuple([value - wanted.key.index for value in wanted.values])
     else:
-        picks = tuple(max(0, bisect_right(times, value) - 1) for value in wanted.values)
+        picks = tuple([max(0, bisect_right(times, value) - 1) for value in wanted.values])
     if not times or not 0 <= picks[0] <= picks[-1] < len(times):
         raise CorruptionError(f"frame {wanted.values[-1]} is missing: only {len(times)} follow the key frame")
     return picks

@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +22,10 @@ PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("dataio", "loaders", "che
 class Hops:
     """What ran of this project while it was watched: in the main thread, and in all threads that started after `Hops()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, repeated: int = 1) -> None:
+        """`repeated` is how often the operation runs while it is watched. Calls are given for one time."""
         self.calls: dict[CodeType, int] = {}
+        self.repeated = repeated
         threading.setprofile(self._see)
 
     def _see(self, frame: FrameType, event: str, _: object) -> None:
@@ -45,7 +46,7 @@ class Hops:
         ours = {code: n for code, n in self.calls.items() if code.co_filename.startswith(PACKAGES)}
         ours = {code: n for code, n in ours.items() if code.co_name != "<module>"}
         modules = {os.path.realpath(code.co_filename) for code in ours}
-        return f"{len(modules)} modules, {len(ours)} functions, {sum(ours.values())} calls"
+        return f"{len(modules)} modules, {len(ours)} functions, {sum(ours.values()) // self.repeated} calls"
 
 
 def save(folder: Path) -> Hops:
@@ -69,7 +70,7 @@ def save(folder: Path) -> Hops:
 
 
 def batch(folder: Path) -> Hops:
-    """The eleventh batch of a video loader on a directory of clips."""
+    """A batch of a video loader on a directory of clips, on average over the third epoch."""
     from headrace.bench.core.data import make_clip
     from headrace.dataio import pack
     from headrace.loaders import Clip, VideoLoader
@@ -77,14 +78,15 @@ def batch(folder: Path) -> Hops:
     for n in range(48):
         make_clip(folder / "clips", n)
     pack(folder / "clips", folder / "dataset", workers=1)
-    hops = Hops()
-    with VideoLoader(folder / "dataset", 2, clip=Clip(4), size=(32, 32), sidecar=None) as loader:
+    hops = Hops(repeated=24)
+    options = {"clip": Clip(4), "size": (32, 32), "num_threads": 1, "sidecar": None}
+    with VideoLoader(folder / "dataset", 2, **options) as loader:
         batches = iter(forever(loader))
-        for _ in range(10):
+        for _ in range(48):
             next(batches)
         with hops.watch():
-            next(batches)
-            time.sleep(0.2)
+            for _ in range(24):
+                next(batches)
     return hops
 
 

@@ -46,6 +46,10 @@ _HEAD_BYTES = 1024
 _MAX_UNITS = 4096
 
 
+WITH_HIDDEN_FRAMES = frozenset(["vp8", "vp9"])
+"""Codecs for which `is_shown` may return False."""
+
+
 def is_shown(codec: str, data: memoryview) -> bool:
     """Return False for alternate reference frames, which VP8 and VP9 may store in separate packets."""
     if codec == "vp8":

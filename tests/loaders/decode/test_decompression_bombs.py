@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,7 +85,7 @@ def test_a_clip_far_behind_its_key_frame_is_refused_before_it_is_decoded(
     monkeypatch.setattr(limits, "CLIP_PIXELS", 40 * info.width * info.height)
     assert isinstance(decoded(data, info, 30, 32), Decoded)
     began = list[object]()
-    monkeypatch.setattr(pyav, "_decode_frames", lambda window: began.append(window) or iter(()))
+    monkeypatch.setattr(pyav, "_requested_frames", lambda window, request: began.append(window) or iter(()))
     found = decoded(data, info, 50, 52)
     assert isinstance(found, CapacityError), found
     assert "after the key frame" in found.message
@@ -110,11 +112,22 @@ def test_a_file_whose_pictures_are_larger_than_the_index_says_is_refused_before_
     assert "1280" not in found.message  # no such picture came out
 
 
-def test_stamps_that_go_back_for_ever_are_refused() -> None:
-    times = list[int]()
+def test_stamps_that_go_back_for_ever_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trim, "_check_start", lambda packet: None)
+    data, info = film()
+    request = Request(memoryview(data), info, Wanted("pts", (1 << 40,), info.key_frames[0]))
+    monkeypatch.setattr(limits, "CLIP_PIXELS", 1 << 60)
+    taken = 0
+
+    def packets(stamps: Iterable[int]) -> Iterator[Any]:
+        nonlocal taken
+        for stamp in stamps:
+            taken += 1
+            yield SimpleNamespace(pts=stamp, dts=None, size=0, is_corrupt=False, is_discard=False)
+
     with pytest.raises(CorruptionError, match="too late"):
-        for stamp in range(1 << 20, 0, -1):
-            trim._insert(times, stamp)
-    assert len(times) < 5000
-    for stamp in range(100_000):
-        trim._insert(times := times[-4000:], (1 << 21) + (stamp ^ 15))
+        trim._collect(packets(range(1 << 20, 0, -1)), request)
+    assert taken < 5000
+    found, times, ended = trim._collect(packets((1 << 21) + (n ^ 15) for n in range(50_000)), request)
+    assert ended
+    assert len(found) == len(times) == 50_000
