@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = tuple(f"{ROOT / name}{os.sep}" for name in ("dataio", "loaders", "checkpoint", "bench", "headrace"))
@@ -79,7 +80,7 @@ def batch(folder: Path) -> Hops:
         make_clip(folder / "clips", n)
     pack(folder / "clips", folder / "dataset", workers=1)
     hops = Hops(repeated=24)
-    options = {"clip": Clip(4), "size": (32, 32), "num_threads": 1, "sidecar": None}
+    options: dict[str, Any] = {"clip": Clip(4), "size": (32, 32), "num_threads": 1, "sidecar": None}
     with VideoLoader(folder / "dataset", 2, **options) as loader:
         batches = iter(forever(loader))
         for _ in range(48):
