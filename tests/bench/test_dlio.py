@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -118,7 +119,7 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_state_of_each_save_is_new(plugin: ModuleType) -> None:
-    state = {"model": [torch.zeros(4096, dtype=torch.int8)], "optimizer": {"a": torch.zeros(1024)}, "layers": None}
+    state: dict[str, Any] = {"model": [torch.zeros(4096, dtype=torch.int8)], "optimizer": {"a": torch.zeros(1024)}, "layers": None}
     seen = set()
     for _ in range(3):
         plugin.change(state)
