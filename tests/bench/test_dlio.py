@@ -119,7 +119,11 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_state_of_each_save_is_new(plugin: ModuleType) -> None:
-    state: dict[str, Any] = {"model": [torch.zeros(4096, dtype=torch.int8)], "optimizer": {"a": torch.zeros(1024)}, "layers": None}
+    state: dict[str, Any] = {
+        "model": [torch.zeros(4096, dtype=torch.int8)],
+        "optimizer": {"a": torch.zeros(1024)},
+        "layers": None,
+    }
     seen = set()
     for _ in range(3):
         plugin.change(state)
