@@ -17,7 +17,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from headrace.checkpoint.exchange import dcp_metadata, entries, torch_source
 from headrace.checkpoint.exchange.dcp_metadata import METADATA, Chunk, Contents, Slice
@@ -163,7 +163,7 @@ class _Folder:
         return self._files.fd(path)
 
 
-def _archive(fd: int, place: Slice) -> io.BufferedIOBase:
+def _archive(fd: int, place: Slice) -> BinaryIO:
     """The archive as a file. A small one is read at once."""
     if place.length <= _READ_BYTES:
         return io.BytesIO(_bytes(fd, place.at, place.length))
