@@ -199,7 +199,7 @@ def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[_Key, Slice]) 
             chunk = Chunk(offset, local, _place(places, name, offset))
             if chunks.setdefault(offset, chunk).local != local:
                 raise CorruptionError(f"{name!r:.200} has two chunks at {offset!s:.200}")
-    _check_tiling(name, shape, list(chunks.values()))
+    check_tiling(name, shape, [(chunk.offset, chunk.local) for chunk in chunks.values()])
     return StoredTensor(dtype, shape, list(chunks.values()))
 
 
@@ -213,18 +213,21 @@ def _dtype(name: str, properties: object) -> str:
     return kind
 
 
-def _check_tiling(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> None:
-    """Refuse chunks that overlap, that leave gaps, or that reach outside of the tensor."""
-    for chunk in chunks:
-        if any(at + n > size for at, n, size in zip(chunk.offset, chunk.local, shape, strict=True)):
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def check_tiling(name: str, shape: tuple[int, ...], chunks: list[_Box]) -> None:
+    """Refuse chunks, as (offset, size), that overlap, that leave gaps, or that reach outside of the tensor."""
+    for offset, local in chunks:
+        if any(at + n > size for at, n, size in zip(offset, local, shape, strict=True)):
             raise CorruptionError(f"{name!r:.200} has a chunk that reaches outside of it")
-    if sum(math.prod(chunk.local) for chunk in chunks) != math.prod(shape):
+    if sum(math.prod(local) for _, local in chunks) != math.prod(shape):
         raise CorruptionError(f"the chunks of {name!r:.200} do not fill it")
     if len(chunks) > 1 and _overlap(name, shape, chunks):
         raise CorruptionError(f"{name!r:.200} has chunks that overlap")
 
 
-def _overlap(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
+def _overlap(name: str, shape: tuple[int, ...], chunks: list[_Box]) -> bool:
     """Whether two chunks overlap. They are drawn into a grid whose lines are the edges of all chunks."""
     edges = [
         {edge: number for number, edge in enumerate(sorted({e for c in chunks for e in _edges(c, dim)}))}
@@ -247,9 +250,10 @@ def _overlap(name: str, shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     return False
 
 
-def _edges(chunk: Chunk, dim: int) -> Iterator[int]:
-    yield chunk.offset[dim]
-    yield chunk.offset[dim] + chunk.local[dim]
+def _edges(chunk: _Box, dim: int) -> Iterator[int]:
+    offset, local = chunk
+    yield offset[dim]
+    yield offset[dim] + local[dim]
 
 
 def _all_paths(data: object, known: set[str]) -> dict[str, tuple[str | int, ...]]:

@@ -2,7 +2,7 @@
 
 - a safetensors file, or a folder with one, or with shards and their index (`model.safetensors.index.json`)
 - a file of `torch.save`, or a folder with `pytorch_model.bin`, or with shards of it and their index
-- a folder of torch.distributed.checkpoint (`dcp_source`)
+- a folder of torch.distributed.checkpoint (`dcp_source`), or of its writer of safetensors (`hf_shards`)
 
 A tensor of a `Source` is a view of a mapped file, or stands for chunks in several files. It is not read through the
 map: `FileSlices` finds its place in the files, and reads it from there.
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint.exchange import dcp_source, safetensors_format, torch_source
+from headrace.checkpoint.exchange import dcp_source, hf_shards, safetensors_format, torch_source
 from headrace.checkpoint.exchange.dcp_metadata import METADATA
 from headrace.checkpoint.exchange.joined_tensors import JoinedTensors
 from headrace.checkpoint.exchange.safetensors_format import INDEX_SUFFIX, StoredTensor
@@ -71,13 +71,13 @@ def open_source(path: Path, stack: contextlib.ExitStack, selection: Selection) -
     if path.is_dir() and (path / METADATA).exists():
         return Source("dcp", *dcp_source.load(path, _inside, stack, selection))
     if path.is_dir():
-        return _of_folder(path, files)
+        return _of_folder(path, files, stack=stack)
     if not path.is_file():
         raise UsageError(f"{path} is not a regular file", hint="give a file or a folder")
     if torch_source.is_zip(path):
         return _of_torch(path, files)
     if path.name.endswith(INDEX_SUFFIX):
-        return _of_folder(path.parent, files, path.name)
+        return _of_folder(path.parent, files, path.name, stack=stack)
     if path.suffix in _TORCH_SUFFIXES:
         raise torch_source.not_a_zip(path)
     return _of_safetensors("safetensors", [path], files)
@@ -101,8 +101,12 @@ class _Files:
         return fd
 
 
-def _of_folder(folder: Path, files: _Files, index: str = "") -> Source:
+def _of_folder(folder: Path, files: _Files, index: str = "", *, stack: contextlib.ExitStack) -> Source:
     names = sorted(os.listdir(folder))
+    shards = [name for name in names if hf_shards.NAME.fullmatch(name)]
+    if shards and not index and not any(name.endswith(INDEX_SUFFIX) for name in names):
+        joined = hf_shards.load([_inside(folder, name) for name in shards], stack)
+        return Source("hf", dict(joined.tensors), True, joined)
     index = index or _one(names, "model.safetensors") or _one(names, INDEX_SUFFIX) or _one(names, ".safetensors")
     if index.endswith(INDEX_SUFFIX):
         return _of_safetensors("hf", *_indexed(folder, index, files))
@@ -171,6 +175,7 @@ def _of_safetensors(format: str, paths: list[Path], files: _Files, places: dict[
         fd = files.open(path)
         header = safetensors_format.read_header(fd, str(path))
         _check_shard(path, header.tensors, tensors, places, shard)
+        hf_shards.refuse_alone(path, header.metadata)
         tensors |= _mapped(fd, header.tensors)
         metadata |= header.metadata
     if not tensors:

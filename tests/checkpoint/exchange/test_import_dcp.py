@@ -6,6 +6,7 @@ import contextlib
 import copyreg
 import enum
 import io
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -314,3 +315,56 @@ def test_changed_metadata_is_read_or_refused_with_our_errors(metadata: bytes, da
         changing[data.draw(st.integers(0, len(changing) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(HeadraceError):
         dcp_metadata.read_metadata(bytes(changing))
+
+
+# folders of safetensors that DCP wrote
+
+
+def rank_file(folder: Path, rank: int, shards: dict[str, tuple[list[int], torch.Tensor]], info: Any = None) -> Path:
+    """The file of one rank, as `HuggingFaceStorageWriter(save_distributed=True)` writes it."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder.mkdir(exist_ok=True)
+    places = {name: {"saved_offsets": at} for name, (at, _) in shards.items()} if info is None else info
+    path = folder / f"shard-{rank:05d}-model-00001-of-00001.safetensors"
+    tensors = {name: tensor.contiguous() for name, (_, tensor) in shards.items()}
+    safetensors.save_file(tensors, path, {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
+    return path
+
+
+@pytest.mark.parametrize("options", [{}, {"save_distributed": True}, {"fqn_to_index_mapping": {"a.w": 1, "b.w": 2}}])
+def test_folders_of_safetensors_that_dcp_wrote_are_imported(tmp_path: Path, options: dict[str, Any]) -> None:
+    pytest.importorskip("safetensors")
+    tensors = {"a.w": torch.randn(10, 20), "b.w": torch.randn(3).bfloat16()}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "d"), **options)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    assert imported(tmp_path / "d", tmp_path / "r").format == "hf"
+    with read(tmp_path / "r", run="in") as step:
+        assert all(torch.equal(step[f"model/{name}"].read(), tensors[name]) for name in tensors)
+
+
+def test_shards_of_safetensors_are_joined(tmp_path: Path) -> None:
+    whole, small = torch.randn(301, 200), torch.arange(5)
+    for rank, first in enumerate(range(0, 301, 101), 1):
+        part = {"w": ([first, 0], whole[first : first + 101])}
+        rank_file(tmp_path / "d", rank, part | ({"s": ([0], small)} if rank == 2 else {}))
+    assert imported(tmp_path / "d", tmp_path / "r").tensors == 2
+    with read(tmp_path / "r", run="in") as step:
+        assert torch.equal(step["model/w"].read(), whole)
+        assert torch.equal(step["model/s"].read(), small)
+    with pytest.raises(UsageError, match=r"has the shards of one rank .*give the folder"):
+        imported(tmp_path / "d" / "shard-00001-model-00001-of-00001.safetensors", tmp_path / "r", step=1)
+    (tmp_path / "d" / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CorruptionError, match="the chunks of 'w' do not fill it"):
+        imported(tmp_path / "d", tmp_path / "r", step=1)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [[], {}, {"w": 3}, {"w": {}}, {"w": {"saved_offsets": [0]}}, {"w": {"saved_offsets": [-1, 0]}}, {"w": [0.0, 1]}],
+    ids=str,
+)
+def test_shards_of_safetensors_with_malformed_places_are_refused(tmp_path: Path, info: Any) -> None:
+    path = rank_file(tmp_path / "d", 1, {"w": ([0, 0], torch.ones(2, 3))}, info)
+    with pytest.raises(CorruptionError, match=path.name):
+        imported(tmp_path / "d", tmp_path / "r")
+    assert not (tmp_path / "r").exists()
