@@ -251,7 +251,7 @@ class Checkpointer(RunExtras):
         def check() -> Extras:
             self._check_open()
             names.check_step(step)
-            extras = Extras(step_metadata.check(metadata), self._attachments.of(step))
+            extras = self._attachments.of(step, step_metadata.check(metadata))
             self._lineage.again = self._lineage.timeline == 0 or self._saves.again(step) if overwrites else False
             self._saves.raise_failures()  # also those of the saves that `again` has waited for
             self._saves.require_new(step)
