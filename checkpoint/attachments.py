@@ -130,7 +130,7 @@ class Attachments:
                 self._require_room(status.st_size, name, on_disk)
                 if not on_disk:
                     return _whole(file, status.st_size)
-                copy = copy_of(file.fileno(), os.path.dirname(os.fsdecode(path)))
+                copy = copy_of(file.fileno(), status.st_size, os.path.dirname(os.fsdecode(path)))
                 return _in_memory(copy) if is_small(copy.nbytes) else copy  # small ones share chunks with others
         except OSError as error:
             kind = NotFoundError if isinstance(error, FileNotFoundError) else UsageError

@@ -48,12 +48,12 @@ class StoredFile:
             done += count
 
 
-def copy_of(source: int, folder: str) -> StoredFile:
-    """Copy the open file `source`, next to it in `folder` if that is possible, otherwise into the temporary folder.
+def copy_of(source: int, size: int, folder: str) -> StoredFile:
+    """Copy `size` bytes of an open file, next to it in `folder` if possible, otherwise into the temporary folder.
 
-    File systems that can share blocks copy nothing. If the file grows meanwhile, the copy ends where it ended before.
+    File systems that can share blocks copy nothing. If the file has become shorter, so is the copy.
     """
-    size, failed = os.fstat(source).st_size, OSError()
+    failed = OSError()
     for place in (folder or ".", tempfile.gettempdir()):
         with contextlib.ExitStack() as undo:
             try:
@@ -121,7 +121,7 @@ class WithFiles:
         >>> import tempfile
         >>> with tempfile.TemporaryFile() as file:
         ...     _ = file.write(b"abcd"), file.flush()
-        ...     both = WithFiles(memoryview(b"state"), [(8, copy_of(file.fileno(), ""))], 12)
+        ...     both = WithFiles(memoryview(b"state"), [(8, copy_of(file.fileno(), 4, ""))], 12)
         ...     bytes(both[0:5]), bytes(both[9:11]), len(both)
         (b'state', b'bc', 12)
     """

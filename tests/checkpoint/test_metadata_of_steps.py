@@ -361,7 +361,7 @@ def test_a_large_file_passes_through_little_memory(tmp_path: Path, staging_bytes
         for at, part in ((5 << 20, b"first"), (size - 4, b"last")):
             file.seek(at)
             file.write(part)
-    state = {"w": torch.arange(1_000_000.0), "epoch": 1}
+    state: dict[str, Any] = {"w": torch.arange(1_000_000.0), "epoch": 1}
     with open_at(tmp_path / "ck", staging_bytes=staging_bytes) as checkpointer, at_most_resident(320 << 20):
         assert checkpointer.put_artifact(1, "large", source) == size
         checkpointer.put_artifact(1, "note", b"small")

@@ -18,7 +18,7 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError
 
 def copied(path: Path) -> StoredFile:
     with open(path, "rb") as file:
-        return copy_of(file.fileno(), str(path.parent))
+        return copy_of(file.fileno(), path.stat().st_size, str(path.parent))
 
 
 def content(copy: StoredFile) -> bytes:
