@@ -15,11 +15,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
-
-import torch
+from typing import Any
 
 from headrace.checkpoint import preemption
 from headrace.checkpoint.attachments import Attachments, Extras
@@ -35,10 +31,10 @@ from headrace.checkpoint.lineage import Lineage
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.recording import Description
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository import timeline
 from headrace.checkpoint.repository.collect import Retention
 from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.restoring.restorer import Restorer
+from headrace.checkpoint.run_extras import RunExtras
 from headrace.checkpoint.saver import Options, Saver
 from headrace.checkpoint.saves import Saves
 from headrace.checkpoint.saving.executor import SaveExecutor
@@ -46,23 +42,17 @@ from headrace.checkpoint.saving.slices import check_limit
 from headrace.checkpoint.state.fit import Selection, matching
 from headrace.checkpoint.state.replicas import POLICIES
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.log import get_logger
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.url_policy import scheme_of
 
-if TYPE_CHECKING:
-    from headrace.checkpoint.publishing.background import BackgroundPublisher
-    from headrace.checkpoint.publishing.records import Published
-
-_log = get_logger(__name__)
 PRIORITIES = ("normal", "preemption")
 
 
 @suggests_arguments(name="run", run_name="run", max_to_keep="keep", keep_last="keep")
-class Checkpointer:
+class Checkpointer(RunExtras):
     """Saves and restores one run of the checkpoint repository at `url`.
 
     With several ranks, call `save` and `restore` on all of them with the same step. Tensors of modules, optimizers and
@@ -194,7 +184,7 @@ class Checkpointer:
             options=options,
         )
         self._restorer = Restorer(self._store, ranks=self._ranks, lineage=self._lineage, sidecar=sidecar, direct=direct)
-        self._publisher: BackgroundPublisher | None = None
+        self._publisher = None
         self._wait, self._closed, self._pid = timeout, False, os.getpid()
 
     def save(
@@ -261,7 +251,7 @@ class Checkpointer:
         def check() -> Extras:
             self._check_open()
             names.check_step(step)
-            extras = Extras(step_metadata.check(metadata), self._attachments.of(step))
+            extras = self._attachments.of(step, step_metadata.check(metadata))
             self._lineage.again = self._lineage.timeline == 0 or self._saves.again(step) if overwrites else False
             self._saves.raise_failures()  # also those of the saves that `again` has waited for
             self._saves.require_new(step)
@@ -273,61 +263,6 @@ class Checkpointer:
         if handle.error is None:
             self._attachments.saved(step)
         return handle
-
-    def put_artifact(self, step: int, name: str, source: str | os.PathLike[str] | bytes) -> int:
-        """Store a file with a step, such as samples, a log or a configuration. Call it before `save(step, ...)`.
-
-        The file is read at once. Later changes of the file change nothing. Any rank may call it; an artifact belongs to
-        the rank that gave it. `headrace ckpt artifacts` and `read_artifact` read it. `restore` ignores it.
-
-        Args:
-            step (int): The step's number.
-            name (str): A name such as "samples/0.png": letters, digits, ' ', '.', '-', '+' and '_', with '/' between
-                folders.
-            source (str | os.PathLike[str] | bytes): The path of a file, or its contents.
-
-        Returns:
-            int: The number of bytes.
-
-        Raises:
-            UsageError: The name, or a source that is not a file.
-            NotFoundError: The file does not exist.
-            ConflictError: The step has an artifact of this name.
-            CapacityError: More than 256 artifacts, or more than 1 GiB, wait for their steps.
-
-        Example:
-            >>> import tempfile
-            >>> folder = tempfile.mkdtemp()
-            >>> with Checkpointer(folder, run="exp42", sidecar=None) as checkpointer:
-            ...     _ = checkpointer.put_artifact(1, "log.txt", b"warm-up done")
-            ...     _ = checkpointer.save(1, {"epoch": 3}).result(timeout=60)
-            >>> from headrace.checkpoint import read_artifact
-            >>> read_artifact(folder, run="exp42", name="log.txt")
-            b'warm-up done'
-        """
-        self._check_open()
-        return self._attachments.put(step, name, source)
-
-    def describe(self, **sections: object) -> None:
-        """Describe the run: its configuration, its code, or anything else that belongs to its start.
-
-        Later steps refer to the description. It is stored once, and once more after each change. Texts that look like
-        secrets are replaced by `***`. With several ranks, the description of rank 0 is stored.
-
-        Args:
-            **sections (object): Nested dicts, lists, numbers, texts, booleans and None, by name, such as
-                `config={"lr": 1e-3}`; 256 KiB together. None removes a section.
-
-        Raises:
-            UsageError: A value cannot be stored; the message names it.
-
-        Example:
-            >>> import tempfile
-            >>> with Checkpointer(tempfile.mkdtemp(), run="exp42", sidecar=None) as checkpointer:
-            ...     checkpointer.describe(config={"lr": 1e-3, "layers": 12}, code="3f2a9c1")
-        """
-        self._check_open()
-        self._description.describe(sections)
 
     def warm_up(self, state: dict[str, Any]) -> None:
         """Allocate the memory that saves of `state` need and probe the store, in the background, before the first save.
@@ -372,13 +307,6 @@ class Checkpointer:
         return preemption.Preemption(
             self, state, deadline=deadline, signals=signals, world_size=ranks.world_size, rank=ranks.rank, report=report
         )
-
-    def last_save_of(self, step: int) -> Handle | None:
-        """The save of this step by this checkpointer, in flight or committed; None if there is none or it failed.
-
-        The error of a failed save of this step then counts as fetched, so `close` does not raise it.
-        """
-        return self._saves.of(step)
 
     def restore(
         self,
@@ -453,129 +381,6 @@ class Checkpointer:
         if source == self._run:
             self._saves.start_over()
         return restored.base.step
-
-    def publish(
-        self,
-        name: str,
-        step: int | str | Handle = "latest",
-        *,
-        include: str | Iterable[str] = "model/*",
-        exclude: str | Iterable[str] = (),
-        dtype: torch.dtype | str | None = None,
-        move: bool = False,
-    ) -> Future[Published] | None:
-        """Publish the weights of a step as the next version of `name`, in the background.
-
-        `headrace.checkpoint.Subscriber` follows the name. Rank 0 publishes; on the other ranks nothing happens.
-
-        Args:
-            name (str): The name: letters, digits, dots, dashes and underscores, at most 80.
-            step (int | str | Handle): A step's number, "latest", or the handle of a save, whose commit is awaited.
-                Default: "latest".
-            include (str | Iterable[str]): Patterns on paths, as in `restore`. Default: "model/*". If all paths have the
-                same first part, the published names leave it out.
-            exclude (str | Iterable[str]): Patterns of tensors to leave out. Default: none.
-            dtype (torch.dtype | str | None): Convert floating-point tensors to this type. Default: None, as saved.
-            move (bool): Publish also if the version before is of another run. Default: False.
-
-        Returns:
-            Future[Published] | None: The version, once it is published. None on ranks other than 0.
-
-        Raises:
-            UsageError: An argument is invalid.
-            DeadlineError: Earlier versions still wait to be published after `timeout`.
-
-        Example:
-            >>> import tempfile, torch
-            >>> with Checkpointer(tempfile.mkdtemp(), run="exp42", sidecar=None) as checkpointer:
-            ...     handle = checkpointer.save(1, {"model": torch.nn.Linear(4, 2)})
-            ...     checkpointer.publish("policy", handle, dtype=torch.bfloat16).result(timeout=60).number
-            1
-        """
-        from headrace.checkpoint.publishing.background import BackgroundPublisher
-        from headrace.checkpoint.publishing.records import folder
-        from headrace.checkpoint.publishing.source import check_choice
-
-        self._check_open()
-        folder(name)
-        choice = check_choice(include, exclude, dtype)
-        if self._ranks.rank:
-            return None
-        self._publisher = self._publisher or BackgroundPublisher(self._store, self._run, self._wait)
-        return self._publisher.submit(name, step, choice, move)
-
-    @property
-    def run(self) -> str:
-        """The run that this checkpointer saves to."""
-        return self._run
-
-    def is_committed(self, run: str, attempt: Base) -> bool:
-        """Whether this attempt is a committed step of the run, in any timeline."""
-        self._check_open()
-        return repository.is_step(self._store, run, attempt)
-
-    def is_over(self, run: str, attempt: Base) -> bool:
-        """Whether a newer timeline prevents this attempt from being committed."""
-        self._check_open()
-        return timeline.newest_after(self._store, run, attempt.timeline) is not None
-
-    def steps(self) -> list[int]:
-        """The steps that `restore` finds, in ascending order.
-
-        These are the steps of the newest timeline, and those of its ancestors up to each branch point.
-        """
-        self._check_open()
-        if repository.read_repo(self._store) is None:
-            return []
-        return sorted(base.step for base in repository.visible(self._store, self._run))
-
-    def close(self, timeout: float | None = None) -> None:
-        """Wait for saves in flight, then release everything. Does nothing in a forked child.
-
-        Args:
-            timeout (float | None): Limit of the wait in seconds. Default: None, the checkpointer's `timeout`.
-
-        Raises:
-            DeadlineError: A save is still in flight, or a version is not published yet.
-            HeadraceError: A save failed and no handle has raised its error.
-        """
-        if self._closed or os.getpid() != self._pid:
-            return
-        self._closed = True
-        try:
-            self._saves.wait_for_all(self._wait if timeout is None else timeout)
-            if self._publisher is not None:
-                self._publisher.close(self._wait if timeout is None else timeout)
-            if self._retention is not None:
-                self._retention.wait(self._wait if timeout is None else timeout)
-            self._saves.raise_unfetched()
-        finally:
-            self._saver.close()
-            self._executor.close()
-            self._lineage.close()
-            if self._owns_store and self._saves.all_done and (self._publisher is None or self._publisher.is_idle):
-                self._store.close()
-            self._saver.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        try:
-            self.close()
-        except Exception as second:
-            if error is None:
-                raise
-            _log.error("closing after %s: %s", kind.__name__ if kind else "an error", second)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the checkpointer is closed", hint="create another Checkpointer")
-        if os.getpid() != self._pid:
-            raise UsageError(
-                f"the checkpointer belongs to process {self._pid}, from which this one was forked",
-                hint="create another Checkpointer in this process",
-            )
 
 
 def _check_writable(store: Store) -> None:

@@ -55,11 +55,16 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
         "--rank", type=int, default=0, help="the rank whose rank-local entries are exported (default: 0)"
     )
     export.add_argument("--overwrite", action="store_true", help="replace files that exist")
-    importing = actions.add_parser("import", help="save safetensors, a Hugging Face model or a torch file as a step")
+    importing = actions.add_parser(
+        "import", help="save a Hugging Face model, a torch file or a folder of DCP as a step"
+    )
     importing.add_argument("source", metavar="SRC", help="a file or folder; files that can run code are refused")
     common(importing)
     importing.add_argument("--step", type=int, default=0, help="the number of the new step (default: 0)")
     importing.add_argument("--entry", default="model", help="the entry of the state for a model (default: model)")
+    importing.add_argument(
+        "--exclude", action="append", metavar="PATTERN", help="leave out entries that match; may be repeated"
+    )
     importing.add_argument("--base", metavar="RUN", help="another run: chunks that it has are not stored again")
     for parser in (export, importing):
         parser.add_argument("--rename", metavar="FILE", help='JSON or TOML with new names: {"old.": "new."}')
@@ -125,6 +130,7 @@ def _import(store: Store, options: argparse.Namespace) -> int:
             entry=options.entry,
             base=options.base,
             rename=_rules(options.rename),
+            exclude=options.exclude or (),
             progress=progress,
         )
     if options.json:

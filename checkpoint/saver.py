@@ -21,7 +21,7 @@ import torch
 
 from headrace.checkpoint.attachments import NOTHING, Extras
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunking import Layout, TensorSpec
+from headrace.checkpoint.format.chunking import Layout, TensorSpec, lay_out
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.gds.file import Direct
@@ -41,6 +41,7 @@ from headrace.checkpoint.saving.arena import Arena, Staging
 from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tensors, optimizers_in
 from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
 from headrace.checkpoint.saving.slices import SlicedState
+from headrace.checkpoint.saving.stored_files import WithFiles
 from headrace.checkpoint.state import replicas as comparing
 from headrace.checkpoint.state.save_plan import (
     FlatState,
@@ -251,12 +252,13 @@ class Saver:
         handle = Handle(step, ticket.attempt)
         handle.diverged = self._compare_replicas(step, prepared)
         # the next two come after all collective calls, because they may fail on this rank alone
-        prepared = with_artifacts(prepared, extras.artifacts)
+        prepared = with_artifacts(prepared, extras.artifacts, {n: file.nbytes for n, file in extras.files.items()})
         if name is not None:
             name.prepare(Base(ticket.timeline, step, ticket.attempt))
         # an urgent save gets its own memory instead of waiting for an earlier save to release the arena
         staging = Staging(self.staging.limit) if urgent and self.staging.busy else self.staging
-        specs, layout = prepared.specs, prepared.layout
+        specs = prepared.specs[: len(prepared.tensors)]
+        layout = lay_out(specs) if extras.files else prepared.layout
         with contextlib.ExitStack() as always, contextlib.ExitStack() as undo:
             if staging is not self.staging:
                 always.callback(staging.close)  # its memory is freed when its worker releases it
@@ -267,7 +269,7 @@ class Saver:
             undo.callback(copying.cancel)
             handle.follow(copying)
             put_plan = self._plan(step, ticket, prepared, extras)
-            save = self._staged_save(put_plan, staging, arena, copying, handle, urgent)
+            save = _with_files(self._staged_save(put_plan, staging, arena, copying, handle, urgent), prepared, extras)
             threading.Thread(
                 target=self._commit_staged, args=(save, handle, copying, name), name=f"headrace-save-{step}"
             ).start()
@@ -422,6 +424,16 @@ class Saver:
         with contextlib.suppress(Exception):  # the original error of this rank must not be hidden
             reason = f"rank {self._ranks.rank} failed: {type(error).__name__}: {error}"
             commit.abort(self._store, attempt, reason)
+
+
+def _with_files(save: StagedSave, prepared: PreparedSave, extras: Extras) -> StagedSave:
+    """The save with large artifacts after the state. The daemon does not have their files, so this process saves."""
+    if not extras.files:
+        return save
+    places = prepared.layout.offsets[len(prepared.tensors) :]
+    files, total = list(zip(places, extras.files.values(), strict=True)), prepared.layout.total
+    view = save.view
+    return replace(save, arena_fd=-1, view=lambda: WithFiles(view(), files, total))
 
 
 def _after(sliced: SlicedState, release: Callable[[], None]) -> Callable[[], None]:

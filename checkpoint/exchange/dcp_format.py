@@ -1,7 +1,7 @@
 """The folder format of torch.distributed.checkpoint (DCP): `.metadata` and files with one small archive per entry.
 
-Writing `.metadata` means writing a pickle of DCP's own classes, because the format is one. It is never read here:
-a file of this kind can run code when it is loaded.
+Writing `.metadata` means writing a pickle of DCP's own classes, because the format is one. `dcp_source` reads such
+folders without running pickles.
 Invariant: `.metadata` is the last file, so a folder that is incomplete cannot be loaded. Tensors that share memory in
 the state share their bytes in the folder.
 Failure behaviour: `UsageError` for two entries with one name.
@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from headrace.checkpoint.exchange import torch_format
+from headrace.checkpoint.exchange.dcp_metadata import METADATA
 from headrace.checkpoint.exchange.output import OutputFile, Part
 from headrace.checkpoint.exchange.torch_format import Storage, TensorStub, row_major
 from headrace.checkpoint.format.chunking import ITEM_BYTES
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.limits import MIB
 
-METADATA = ".metadata"
 _DATA = "__0_0.distcp"
 CHUNK_BYTES = 256 * MIB
 """The largest chunk of a tensor, if its rows are smaller."""

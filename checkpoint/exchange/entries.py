@@ -129,13 +129,18 @@ def selected(found: Iterable[Leaf], include: str | Iterable[str] | None, exclude
     """The leaves that the patterns choose."""
     selection = Selection.of(include, exclude, strict=True, cast=False)
     chosen = [leaf for leaf in found if selection.selects(leaf.path)]
+    require_matches(selection)
+    if not chosen:
+        raise UsageError("the patterns choose no entry of the step", hint=_PATTERN_HINT)
+    return chosen
+
+
+def require_matches(selection: Selection) -> None:
+    """Raise `UsageError` for patterns that matched no entry."""
     for argument, patterns in selection.unmatched.items():
         raise UsageError(
             f"{argument} has patterns without a match: {', '.join(map(repr, patterns[:8]))}", hint=_PATTERN_HINT
         )
-    if not chosen:
-        raise UsageError("the patterns choose no entry of the step", hint=_PATTERN_HINT)
-    return chosen
 
 
 @dataclass(slots=True)

@@ -69,6 +69,7 @@ class _Options:
     dtype: str
     rename: Rename
     most: int | None
+    rank: int
 
 
 def export(
@@ -135,30 +136,31 @@ def export(
         >>> report.tensors, report.files[0].rpartition("/")[2]
         (2, 'model.safetensors')
     """
-    options = _checked(format, include, exclude, dtype, rename, max_shard_size)
-    if rank < 0:
-        raise UsageError(f"rank {rank} does not exist", hint="ranks count from 0")
+    options = _checked(format, include, exclude, dtype, rename, max_shard_size, rank)
     target = _target(dest, format)
     with contextlib.ExitStack() as stack:
         store = url if isinstance(url, Store) else stack.enter_context(open_store(url, storage_options=storage_options))
-        base = repository.find(store, run, repository.step_or_tag(step, tag))
-        if base is None:
-            raise repository.missing(store, run)
-        opened = stack.enter_context(LeasedStep(store, run, base))
-        found = entries.contents(opened, rank)
-        plan = (_plan_flat if format in ("hf", "safetensors") else _plan_nested)(found, options, target)
+        opened = stack.enter_context(_leased(store, run, repository.step_or_tag(step, tag)))
+        plan = _planned(opened, options, target)
+        identity = _identity(opened, rank, plan.files)
         written = write_files(
-            store,
-            opened,
-            plan.files,
-            target,
-            identity=_identity(opened, rank, plan.files),
-            overwrite=overwrite,
-            progress=progress,
+            store, opened, plan.files, target, identity=identity, overwrite=overwrite, progress=progress
         )
+    return _report(opened, format, target, plan, written)
+
+
+def _leased(store: Store, run: str, step: int | str) -> LeasedStep:
+    """The step, which is leased while the caller has it open."""
+    base = repository.find(store, run, step)
+    if base is None:
+        raise repository.missing(store, run)
+    return LeasedStep(store, run, base)
+
+
+def _report(step: Step, format: str, target: Target, plan: _Plan, written: int) -> ExportReport:
     return ExportReport(
-        run=run,
-        step=base.step,
+        run=step.run,
+        step=step.base.step,
         format=format,
         files=[str(target.final(file)) for file in plan.files],
         bytes=sum(file.size for file in plan.files),
@@ -176,6 +178,7 @@ def _checked(
     dtype: str | None,
     rename: Rename,
     most: int | None,
+    rank: int,
 ) -> _Options:
     if format not in FORMATS:
         raise UsageError(f"format is {format!r:.60}", hint=f"choose one of: {', '.join(FORMATS)}")
@@ -183,11 +186,13 @@ def _checked(
         raise UsageError(f"dtype is {dtype!r:.60}", hint=f"choose one of: {', '.join(DTYPES)}")
     if most is not None and (format not in ("hf", "safetensors") or most < 1):
         raise UsageError(f"max_shard_size is {most} for format {format}", hint="it divides safetensors files only")
+    if rank < 0:
+        raise UsageError(f"rank {rank} does not exist", hint="ranks count from 0")
     if rename is not None and not callable(rename):
         entries.check_rules(rename)
     if format == "hf" and most is None:
         most = _SHARD_BYTES
-    return _Options(format, include, exclude, DTYPES[dtype] if dtype else "", rename, most)
+    return _Options(format, include, exclude, DTYPES[dtype] if dtype else "", rename, most, rank)
 
 
 def _target(dest: str | os.PathLike[str], format: str) -> Target:
@@ -226,6 +231,14 @@ class _Plan:
     tensors: int
     tied: dict[str, str]
     left_out: list[str]
+
+
+def _planned(step: Step, options: _Options, target: Target) -> _Plan:
+    """The files to write."""
+    found = entries.contents(step, options.rank)
+    if options.format in ("hf", "safetensors"):
+        return _plan_flat(found, options, target)
+    return _plan_nested(found, options)
 
 
 def _plan_flat(found: Contents, options: _Options, target: Target) -> _Plan:
@@ -272,7 +285,7 @@ def _check_view(node: ViewRef, dtype: str, shape: tuple[int, ...]) -> None:
         raise CorruptionError(f"the checkpoint holds a view that reaches outside tensor {node.name!r:.200}")
 
 
-def _plan_nested(found: Contents, options: _Options, target: Target) -> _Plan:
+def _plan_nested(found: Contents, options: _Options) -> _Plan:
     """The files of the formats that hold nested dicts, tensors and values."""
     chosen = entries.selected(entries.leaves(found.root, lists=False), options.include, options.exclude)
     entries.refuse_composite(chosen)

@@ -1,6 +1,7 @@
 """Stages tensors that are in files: each chunk is read from its file into the ring of slices.
 
-The tensors are views of mapped files. The kernel's table of maps gives the place of each in its file.
+The tensors are views of mapped files, or of memory that stands for tensors in several files (`joined_tensors`). The
+kernel's table of maps gives the place of a view in its file.
 Invariant: the maps are not read, so their pages do not count as memory of the process, and a file that becomes shorter
 raises an error instead of a signal.
 Failure behaviour: `CorruptionError` if a file ends before a tensor does. Tensors that are in no file are copied.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,14 @@ from headrace.dataio.store.direct_io import fill_directly
 _MAPS = "/proc/self/maps"
 
 
+class AddressReader(Protocol):
+    """Reads the bytes that memory of this process stands for."""
+
+    def read(self, address: int, view: memoryview) -> bool:
+        """Fill `view` with the bytes at `address`; False if they are not in these files."""
+        ...
+
+
 class MappedFiles:
     """Finds the place of mapped memory in these files, given as descriptors by (device, inode)."""
 
@@ -34,7 +44,14 @@ class MappedFiles:
         self._starts = [start for start, *_ in maps]
         self._maps = maps
 
-    def place(self, address: int, length: int) -> tuple[int, int] | None:
+    def read(self, address: int, view: memoryview) -> bool:
+        """Fill `view` with the bytes at `address`; False if they are in no file."""
+        place = self._place(address, len(view))
+        if place is not None:
+            read_file(*place, view)
+        return place is not None
+
+    def _place(self, address: int, length: int) -> tuple[int, int] | None:
         """The descriptor and the offset of this memory; None if it is in no file."""
         number = bisect_right(self._starts, address) - 1
         if number < 0:
@@ -66,14 +83,14 @@ class FileSlices(SlicedState):
 
     def __init__(
         self,
-        files: MappedFiles,
+        readers: Sequence[AddressReader],
         arena: Arena,
         tensors: Sequence[torch.Tensor],
         *,
         specs: Sequence[TensorSpec],
         layout: Layout,
     ) -> None:
-        self._files = files
+        self._readers = readers
         super().__init__(arena, tensors, specs=specs, layout=layout)
 
     def _gather(self, number: int, piece: Piece, target: npt.NDArray[np.uint8]) -> None:
@@ -81,18 +98,18 @@ class FileSlices(SlicedState):
         if sum(part.length for part in parts) != piece.length:
             target[:] = 0  # the gaps between small tensors
         for part in parts:
-            tensor, place = self._tensors[part.tensor], None
-            if has_plain_memory(tensor):
-                place = self._files.place(tensor.data_ptr() + part.start, part.length)
             view = target[part.at : part.at + part.length]
-            if place is None:
+            if not self._read(self._tensors[part.tensor], part.start, view.data):
                 memory = self._memory(part.tensor)[part.start : part.start + part.length]
                 np.copyto(view, np.frombuffer(memory, np.uint8))
-            else:
-                _read(*place, view.data)
+
+    def _read(self, tensor: torch.Tensor, start: int, view: memoryview) -> bool:
+        """Fill `view` with the tensor's bytes from byte `start`; False if they are in no file."""
+        address = tensor.data_ptr() + start
+        return has_plain_memory(tensor) and any(reader.read(address, view) for reader in self._readers)
 
 
-def _read(fd: int, offset: int, view: memoryview) -> None:
+def read_file(fd: int, offset: int, view: memoryview) -> None:
     """Fill `view` from the file, past the page cache where that is possible and useful."""
     start, stop = fill_directly(fd, offset, view)
     for done, end in ((0, start), (stop, len(view))):

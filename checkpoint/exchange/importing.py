@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from headrace.checkpoint.exchange import entries, sources
 from headrace.checkpoint.exchange.entries import Rename
-from headrace.checkpoint.exchange.file_slices import FileSlices, MappedFiles
+from headrace.checkpoint.exchange.file_slices import AddressReader, FileSlices, MappedFiles
 from headrace.checkpoint.exchange.sources import Source
 from headrace.checkpoint.exchange.writing import Progress, Report
 from headrace.checkpoint.format import names
@@ -34,6 +34,7 @@ from headrace.checkpoint.saving.arena import Arena
 from headrace.checkpoint.saving.commit_worker import commit_staged
 from headrace.checkpoint.saving.plan import Event, PlanLocation, PutPlan
 from headrace.checkpoint.saving.slices import LEAST_BYTES
+from headrace.checkpoint.state.fit import Selection
 from headrace.checkpoint.state.save_plan import PreparedSave, SavePlanner, flatten_state
 from headrace.dataio.core.errors import ConflictError, TransientError, UsageError, translate_os_errors
 from headrace.dataio.store.base import Store
@@ -43,7 +44,7 @@ from headrace.dataio.store.open import open_store
 class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `import_checkpoint` saved.
 
-    - `format`: the format of the source: "safetensors", "hf" or "torch".
+    - `format`: the format of the source: "safetensors", "hf", "torch" or "dcp".
     - `bytes_state`, `bytes_written`, `bytes_deduplicated`: as in `SaveResult`.
     - `entries`: the names of the entries of the step. `tied`: names that share the values of another name.
     """
@@ -89,15 +90,16 @@ def import_checkpoint(
     entry: str = "model",
     base: str | tuple[str, int] | None = None,
     rename: Rename = None,
+    exclude: str | Iterable[str] = (),
     compression: str = "none",
     progress: Report | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ImportReport:
     """Save a file or folder of another tool as a step. Memory does not grow with its size.
 
-    These are recognised: safetensors files, folders of Hugging Face models, and files of `torch.save`. Tensors by name
-    become one module at `entry`. In a nested dict of `torch.save`, dicts of tensors become modules and dicts with
-    `param_groups` become optimizers.
+    These are recognised: safetensors files, folders of Hugging Face models, files of `torch.save`, and folders of
+    `torch.distributed.checkpoint`. Tensors by name become one module at `entry`. In a nested state, dicts of tensors
+    become modules and dicts with `param_groups` become optimizers.
 
     Args:
         source (str | os.PathLike[str]): The file or folder.
@@ -109,6 +111,8 @@ def import_checkpoint(
             not stored again. Default: None.
         rename (Mapping[str, str] | Callable[[str], str] | None): New names of the tensors, as for `export`. In a nested
             dict they are paths with slashes. Default: None.
+        exclude (str | Iterable[str]): Patterns of entries to leave out, as for `restore`. Default: none. A pattern
+            without a match is an error.
         compression (str): "none", "zstd", "auto" or "delta", as for `Checkpointer`. Default: "none".
         progress (Callable[[Progress], object] | None): Called with the bytes that are stored. Default: None.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
@@ -134,11 +138,11 @@ def import_checkpoint(
         0
     """
     _check(run, step, entry, compression, rename)
-    path = Path(source)
+    path, selection = Path(source), Selection.of((), exclude, strict=True, cast=False)
     with contextlib.ExitStack() as stack:
         with translate_os_errors(f"reading {path}"):
-            found = sources.open_source(path, stack)
-        state = _state(found, entry, rename)
+            found = sources.open_source(path, stack, selection)
+        state = _state(found, entry, rename, selection)
         store = url if isinstance(url, Store) else stack.enter_context(open_store(url, storage_options=storage_options))
         _require_newest(store, run, step)
         flat = SavePlanner().known(flatten_state(state))
@@ -146,8 +150,8 @@ def import_checkpoint(
         with translate_os_errors(f"reading {path}"):
             lineage = Lineage(store, run, base)
             stack.callback(lineage.close)
-            files = MappedFiles(found.files)
-            result = _commit(store, lineage, run, step, prepared, files, compression, _emitter(path.name, progress))
+            readers: list[AddressReader] = [MappedFiles(found.files), *([found.joined] if found.joined else [])]
+            result = _commit(store, lineage, run, step, prepared, readers, compression, _emitter(path.name, progress))
     sizes = {key: msgspec.convert(result[key], int) for key in ("bytes_state", "bytes_written", "bytes_deduplicated")}
     return ImportReport(
         run=run,
@@ -171,13 +175,19 @@ def _check(run: str, step: int, entry: str, compression: str, rename: Rename) ->
         entries.check_rules(rename)
 
 
-def _state(found: Source, entry: str, rename: Rename) -> dict[Any, Any]:
+def _state(found: Source, entry: str, rename: Rename, selection: Selection) -> dict[Any, Any]:
     """The state to save."""
     tensors = found.state | {name: found.state[kept] for name, kept in found.tied.items()}
+    chosen = list(entries.leaves(tensors, lists=False))
+    if selection.exclude and found.format != "dcp":
+        chosen = [leaf for leaf in chosen if selection.selects(leaf.path)]
+    entries.require_matches(selection)
+    if not chosen:
+        raise UsageError("all entries are excluded", hint="exclude fewer of them")
     if found.is_flat:
-        return {entry: _Module(_renamed(tensors, rename))}
-    if rename is not None:
-        tensors = entries.nested(entries.leaves(tensors, lists=False), rename)
+        return {entry: _Module(_renamed({leaf.keys[0]: leaf.node for leaf in chosen}, rename))}
+    if rename is not None or selection.exclude:
+        tensors = entries.nested(chosen, rename)
     return {key: _typed(value) for key, value in tensors.items()}
 
 
@@ -221,7 +231,7 @@ def _commit(
     run: str,
     step: int,
     prepared: PreparedSave,
-    files: MappedFiles,
+    readers: Sequence[AddressReader],
     compression: str,
     emit: Callable[[Event], None],
 ) -> dict[str, object]:
@@ -247,7 +257,7 @@ def _commit(
             replicas=prepared.replicas,
             compression=compression,
         )
-        sliced = FileSlices(files, arena, prepared.tensors, specs=prepared.specs, layout=prepared.layout)
+        sliced = FileSlices(readers, arena, prepared.tensors, specs=prepared.specs, layout=prepared.layout)
         return commit_staged(sliced, plan, emit, store=store)
     finally:
         if sliced is not None:

@@ -2,12 +2,13 @@
 
 - a safetensors file, or a folder with one, or with shards and their index (`model.safetensors.index.json`)
 - a file of `torch.save`, or a folder with `pytorch_model.bin`, or with shards of it and their index
+- a folder of torch.distributed.checkpoint (`dcp_source`), or of its writer of safetensors (`hf_shards`)
 
-A tensor of a `Source` is a view of a mapped file. It is not read through the map: `FileSlices`
-finds its place in the file, and reads it from there.
-Invariant: no pickled code runs. Files of `torch.save` are read with `weights_only=True`. A folder of
-torch.distributed.checkpoint is refused, because its `.metadata` is a pickle that can run code. An index names only files
-of its own folder. A link in a folder leads only into that folder, or into the blobs of a Hugging Face cache.
+A tensor of a `Source` is a view of a mapped file, or stands for chunks in several files. It is not read through the
+map: `FileSlices` finds its place in the files, and reads it from there.
+Invariant: no pickled code runs. Files of `torch.save` are read with `weights_only=True`, and DCP's `.metadata` by a reader
+that builds plain values only. An index or a `.metadata` names only files of its own folder. A link in a folder leads only
+into that folder, or into the blobs of a Hugging Face cache.
 Failure behaviour: `UsageError` for a source that is not recognised, `UnsupportedError` for one that would run code,
 `CorruptionError` for a damaged one. Each names the file and the next step.
 """
@@ -26,52 +27,57 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint.exchange import dcp_format, safetensors_format, torch_source
+from headrace.checkpoint.exchange import dcp_source, hf_shards, safetensors_format, torch_source
+from headrace.checkpoint.exchange.dcp_metadata import METADATA
+from headrace.checkpoint.exchange.joined_tensors import JoinedTensors
 from headrace.checkpoint.exchange.safetensors_format import INDEX_SUFFIX, StoredTensor
+from headrace.checkpoint.state.fit import Selection
 from headrace.checkpoint.state.tensors import empty
 from headrace.dataio.core.errors import (
     CorruptionError,
     NotFoundError,
-    UnsupportedError,
     UsageError,
 )
 from headrace.dataio.core.limits import MIB
 
 _MAX_INDEX = 64 * MIB
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_DCP_HINT = (
-    "convert it where you trust it, and import the file: "
-    "python -m torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE"
-)
 
 
 @dataclass
 class Source:
     """What is imported. `state` is the nested state, or tensors by name if `is_flat`.
 
-    `files`: open files by (device, inode). `format`: "safetensors", "hf" or "torch".
+    `files`: open files by (device, inode). `format`: "safetensors", "hf", "torch" or "dcp". `joined`: reads the tensors
+    whose bytes are in several files.
     """
 
     format: str
     state: dict[Any, Any]
     is_flat: bool
-    files: dict[tuple[int, int], int]
+    joined: JoinedTensors | None = None
+    files: dict[tuple[int, int], int] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
 
-def open_source(path: Path, stack: contextlib.ExitStack) -> Source:
-    """Recognise a file or folder. Its files stay open until `stack` is closed."""
+def open_source(path: Path, stack: contextlib.ExitStack, selection: Selection) -> Source:
+    """Recognise a file or folder. Its files stay open until `stack` is closed.
+
+    Entries of a folder of DCP that `selection` excludes are not read. Other formats are read whole.
+    """
     if not path.exists():
         raise NotFoundError(f"{path} does not exist", hint="check the path; a model of a hub must be downloaded first")
     files = _Files(stack)
+    if path.is_dir() and (path / METADATA).exists():
+        return Source("dcp", *dcp_source.load(path, _inside, stack, selection))
     if path.is_dir():
-        return _of_folder(path, files)
+        return _of_folder(path, files, stack=stack)
     if not path.is_file():
         raise UsageError(f"{path} is not a regular file", hint="give a file or a folder")
     if torch_source.is_zip(path):
         return _of_torch(path, files)
     if path.name.endswith(INDEX_SUFFIX):
-        return _of_folder(path.parent, files, path.name)
+        return _of_folder(path.parent, files, path.name, stack=stack)
     if path.suffix in _TORCH_SUFFIXES:
         raise torch_source.not_a_zip(path)
     return _of_safetensors("safetensors", [path], files)
@@ -95,13 +101,12 @@ class _Files:
         return fd
 
 
-def _of_folder(folder: Path, files: _Files, index: str = "") -> Source:
+def _of_folder(folder: Path, files: _Files, index: str = "", *, stack: contextlib.ExitStack) -> Source:
     names = sorted(os.listdir(folder))
-    if dcp_format.METADATA in names and not index:
-        raise UnsupportedError(
-            f"{folder} is a folder of torch.distributed.checkpoint, whose .metadata is a pickle that can run code",
-            hint=_DCP_HINT,
-        )
+    shards = [name for name in names if hf_shards.NAME.fullmatch(name)]
+    if shards and not index and not any(name.endswith(INDEX_SUFFIX) for name in names):
+        joined = hf_shards.load([_inside(folder, name) for name in shards], stack)
+        return Source("hf", dict(joined.tensors), True, joined)
     index = index or _one(names, "model.safetensors") or _one(names, INDEX_SUFFIX) or _one(names, ".safetensors")
     if index.endswith(INDEX_SUFFIX):
         return _of_safetensors("hf", *_indexed(folder, index, files))
@@ -170,12 +175,13 @@ def _of_safetensors(format: str, paths: list[Path], files: _Files, places: dict[
         fd = files.open(path)
         header = safetensors_format.read_header(fd, str(path))
         _check_shard(path, header.tensors, tensors, places, shard)
+        hf_shards.refuse_alone(path, header.metadata)
         tensors |= _mapped(fd, header.tensors)
         metadata |= header.metadata
     if not tensors:
         raise UsageError(f"{paths[0]} holds no tensors", hint="give another file")
     tied = {name: kept for name, kept in metadata.items() if kept in tensors and name not in tensors}
-    return Source(format, tensors, True, files.opened, tied)
+    return Source(format, tensors, True, files=files.opened, tied=tied)
 
 
 def _check_shard(
@@ -212,7 +218,7 @@ def _mapped(fd: int, found: list[StoredTensor]) -> dict[str, torch.Tensor]:
 
 def _of_torch(path: Path, files: _Files) -> Source:
     state, is_flat = torch_source.load(path, files.open(path))
-    return Source("torch", state, is_flat, files.opened)
+    return Source("torch", state, is_flat, files=files.opened)
 
 
 def _of_bins(folder: Path, files: _Files) -> Source:
@@ -230,4 +236,4 @@ def _of_bins(folder: Path, files: _Files) -> Source:
         raise CorruptionError(
             f"{folder}: the index and the shards disagree about tensor {name!r:.200}", hint="download all files again"
         )
-    return Source("torch", state, True, files.opened)
+    return Source("torch", state, True, files=files.opened)

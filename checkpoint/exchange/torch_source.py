@@ -1,7 +1,12 @@
-"""Reads the structure of a file of `torch.save`, and places its tensors in the mapped file.
+"""Reads the structure of an archive of `torch.save`, and places its tensors in the archive.
 
 torch loads the structure without any tensor bytes: the tensors are on the meta device, and each storage has its place in
-the file. A tensor of the result is a view of the mapped file at that place. Tensors that share a storage share memory.
+the archive. Tensors that share a storage share memory.
+
+- `load`: a file. Its tensors are views of the mapped file.
+- `load_value`: a small archive in memory. Its tensors are views of that memory.
+- `locate_tensor`: an archive of one tensor in a part of a file. Only the place of the tensor is returned.
+
 Invariant: no pickled code runs (`weights_only=True`). The map is read-only, so a file may be larger than the memory.
 Every storage lies inside the file.
 Failure behaviour: `UnsupportedError` names code that the file needs. `CorruptionError` for a damaged file. If a tensor
@@ -18,8 +23,10 @@ import re
 import warnings
 import zipfile
 from collections import Counter
+from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -31,6 +38,7 @@ from headrace.dataio.core.limits import MIB
 _MAX_STRUCTURE = 256 * MIB
 """The largest `data.pkl`."""
 _HEADER_BYTES = 30
+_MAGIC = b"PK\x03\x04"
 _DAMAGED_HINT = "copy or download it again"
 _CODE_HINT = (
     "load it where you trust its author, and save only tensors and plain values: torch.save(model.state_dict())"
@@ -40,23 +48,68 @@ _CODE_HINT = (
 def is_zip(path: Path) -> bool:
     """Whether the file begins as a zip file does."""
     with open(path, "rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+        return file.read(len(_MAGIC)) == _MAGIC
 
 
 def load(path: Path, fd: int) -> tuple[dict[Any, Any], bool]:
     """The contents of a file that is open as `fd`, and whether all are tensors by name."""
     if not is_zip(path):
         raise not_a_zip(path)
-    records = _records(path, fd)
+    with open(path, "rb") as file:
+        records = _records(str(path), file, os.fstat(fd).st_size)
     try:
-        loaded = _Placing(path, fd, records).value(_load(path, "meta"), "", 0)
+        memory = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ)
+        loaded = _Placing(str(path), memory, records).value(_load(str(path), path, "meta"), "", 0)
     except _CannotPlaceError:
-        loaded = _load(path, "cpu", mmap=True)
-        _check(loaded, "", path, 0)
+        loaded = _load(str(path), path, "cpu", mmap=True)
+        _check(loaded, "", str(path), 0)
     if not isinstance(loaded, dict) or not loaded:
         raise UsageError(f"{path} holds a {type(loaded).__name__}", hint='save a dict, such as {"model": state_dict}')
     is_flat = all(isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in loaded.items())
     return dict(loaded), is_flat
+
+
+def load_value(label: str, data: bytes) -> Any:
+    """The value in the archive `data`. `label` names it in errors. Sparse tensors in it are refused."""
+    records = _records_of_part(label, BytesIO(data), len(data))
+    try:
+        return _Placing(label, data, records).value(_load(label, BytesIO(data), "meta"), "", 0)
+    except _CannotPlaceError:
+        raise UnsupportedError(f"{label} holds a tensor that is not dense", hint="save it as dense tensors") from None
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedTensor:
+    """A dense tensor in an archive. Its first element is at byte `at`. `stride`: in elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    at: int
+
+
+def locate_tensor(label: str, archive: BinaryIO, size: int) -> LocatedTensor:
+    """The place of the one tensor in an archive of `size` bytes. `label` names it in errors."""
+    records = _records_of_part(label, archive, size)
+    archive.seek(0)
+    tensor = _load(label, archive, "meta")
+    offset = _offset_of(tensor) if isinstance(tensor, torch.Tensor) else None
+    if offset is None:
+        raise CorruptionError(f"{label} is not a dense tensor", hint=_DAMAGED_HINT)
+    if tensor.numel():
+        _check_elements(tensor, "", label)
+        _check_record(tensor, records.get(offset, -1), label, "")
+        steps = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+        if (tensor.storage_offset() + steps + 1) * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise CorruptionError(f"{label} reaches beyond its storage", hint=_DAMAGED_HINT)
+    at = offset + tensor.storage_offset() * tensor.element_size()
+    return LocatedTensor(tensor.dtype, tuple(tensor.shape), tensor.stride(), at)
+
+
+def _records_of_part(label: str, archive: BinaryIO, size: int) -> dict[int, int]:
+    if archive.read(len(_MAGIC)) != _MAGIC:
+        raise CorruptionError(f"{label} is not an archive of torch.save", hint=_DAMAGED_HINT)
+    return _records(label, archive, size)
 
 
 def not_a_zip(path: Path) -> UnsupportedError:
@@ -67,18 +120,18 @@ def not_a_zip(path: Path) -> UnsupportedError:
     )
 
 
-def _load(path: Path, device: str, **options: Any) -> Any:
+def _load(label: str, file: Path | BinaryIO, device: str, **options: Any) -> Any:
     try:
-        return torch.load(path, map_location=device, weights_only=True, **options)
+        return torch.load(file, map_location=device, weights_only=True, **options)
     except pickle.UnpicklingError as error:
-        raise _refused(path, str(error)) from None
+        raise _refused(label, str(error)) from None
     except OSError:
         raise
     except Exception as error:  # a damaged structure can fail anywhere in torch
         if "Cannot allocate memory" in str(error):
             hint = "use a machine with more memory, or save the tensors as safetensors"
-            raise CapacityError(f"{path} cannot be mapped: {error!s:.300}", hint=hint) from None
-        raise CorruptionError(f"{path} cannot be read: {error!s:.300}", hint=_DAMAGED_HINT) from None
+            raise CapacityError(f"{label} cannot be mapped: {error!s:.300}", hint=hint) from None
+        raise CorruptionError(f"{label} cannot be read: {error!s:.300}", hint=_DAMAGED_HINT) from None
 
 
 class _CannotPlaceError(Exception):
@@ -86,17 +139,16 @@ class _CannotPlaceError(Exception):
 
 
 class _Placing:
-    """Replaces tensors on the meta device by views of the mapped file. `records`: sizes of records by their place."""
+    """Replaces tensors on the meta device by views of the archive. `records`: sizes of records by their place."""
 
-    def __init__(self, path: Path, fd: int, records: dict[int, int]) -> None:
-        self._path, self._records = path, records
-        self._memory = mmap.mmap(fd, os.fstat(fd).st_size, access=mmap.ACCESS_READ)
+    def __init__(self, label: str, archive: mmap.mmap | bytes, records: dict[int, int]) -> None:
+        self._label, self._archive, self._records = label, archive, records
         self._storages: dict[tuple[int, int], torch.Tensor] = {}
         self._placed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def value(self, value: Any, path: str, depth: int) -> Any:
         """The value with its tensors in their places."""
-        _check_depth(path, depth, self._path)
+        _check_depth(path, depth, self._label)
         if isinstance(value, torch.Tensor):
             if id(value) not in self._placed:
                 self._placed[id(value)] = value, self._tensor(value, path)
@@ -108,15 +160,12 @@ class _Placing:
         return value
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
-        if not tensor.is_meta or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        offset = _offset_of(tensor)
+        if offset is None:
             raise _CannotPlaceError
-        storage: Any = tensor.untyped_storage()
-        offset = getattr(storage, "_checkpoint_offset", None)
-        if offset is None or tensor.is_quantized:
-            raise _CannotPlaceError
-        _check_elements(tensor, path, self._path)
-        if storage.nbytes() > self._records.get(offset, -1):
-            raise CorruptionError(f"{self._path}: {path!r:.200} reaches beyond its record", hint=_DAMAGED_HINT)
+        storage = tensor.untyped_storage()
+        _check_elements(tensor, path, self._label)
+        _check_record(tensor, self._records.get(offset, -1), self._label, path)
         placed = empty(tensor.dtype, (0,))
         base = self._storage(offset, storage.nbytes())
         return placed.set_(base.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -125,12 +174,19 @@ class _Placing:
         if (offset, size) not in self._storages:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-                view = torch.frombuffer(self._memory, dtype=torch.uint8, count=size, offset=offset) if size else None
+                view = torch.frombuffer(self._archive, dtype=torch.uint8, count=size, offset=offset) if size else None
             self._storages[offset, size] = empty(torch.uint8, (0,)) if view is None else view
         return self._storages[offset, size]
 
 
-def _check(value: Any, path: str, file: Path, depth: int) -> None:
+def _offset_of(tensor: torch.Tensor) -> int | None:
+    """The place of the tensor's storage in its archive; None if torch does not say it, or the tensor is not dense."""
+    if not tensor.is_meta or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        return None
+    return None if tensor.is_quantized else getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+
+
+def _check(value: Any, path: str, file: str, depth: int) -> None:
     """Check the elements of all tensors, and the depth of the structure."""
     _check_depth(path, depth, file)
     if isinstance(value, torch.Tensor):
@@ -144,12 +200,12 @@ def _check(value: Any, path: str, file: Path, depth: int) -> None:
             _check(inner, join(path, number), file, depth + 1)
 
 
-def _check_depth(path: str, depth: int, file: Path) -> None:
+def _check_depth(path: str, depth: int, file: str) -> None:
     if depth > MAX_DEPTH:
         raise UsageError(f"{file}: {path[:200]} is nested deeper than {MAX_DEPTH}", hint="save a flatter dict")
 
 
-def _check_elements(tensor: torch.Tensor, path: str, file: Path) -> None:
+def _check_elements(tensor: torch.Tensor, path: str, file: str) -> None:
     """Refuse a tensor that is larger than its bytes in the file."""
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise UnsupportedError(
@@ -157,36 +213,44 @@ def _check_elements(tensor: torch.Tensor, path: str, file: Path) -> None:
         )
 
 
-def _records(path: Path, fd: int) -> dict[int, int]:
-    """Check a torch file before torch reads it. Returns the sizes of its records by their first bytes."""
+def _check_record(tensor: torch.Tensor, size: int, file: str, path: str) -> None:
+    """Refuse a storage that is larger than its record."""
+    if tensor.untyped_storage().nbytes() > size:
+        raise CorruptionError(f"{file}: {path!r:.200} reaches beyond its record", hint=_DAMAGED_HINT)
+
+
+def _records(label: str, file: BinaryIO, size: int) -> dict[int, int]:
+    """Check an archive before torch reads it. Returns the sizes of its records by their first bytes."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if len(infos) != len(archive.infolist()):
-                raise CorruptionError(f"{path} has two records of one name", hint=_DAMAGED_HINT)
+                raise CorruptionError(f"{label} has two records of one name", hint=_DAMAGED_HINT)
             structure, order = infos.get("data.pkl"), infos.get("byteorder")
             if structure is None or structure.file_size > _MAX_STRUCTURE:
-                raise UsageError(f"{path} is not a file of torch.save", hint="TorchScript archives are not imported")
+                raise UsageError(f"{label} is not a file of torch.save", hint="TorchScript archives are not imported")
             if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
-                raise UsageError(f"{path} has compressed records", hint="write it again with torch.save")
+                raise UsageError(f"{label} has compressed records", hint="write it again with torch.save")
             if order is not None and (order.file_size > len(b"little") or archive.read(order) != b"little"):
-                raise UnsupportedError(f"{path} was written on a big-endian machine", hint="write it again on this one")
-            size = os.fstat(fd).st_size
-            records = {_start(fd, info.header_offset): info.file_size for info in infos.values()}
+                raise UnsupportedError(
+                    f"{label} was written on a big-endian machine", hint="write it again on this one"
+                )
+            records = {_start(file, info.header_offset): info.file_size for info in infos.values()}
             if any(start + length > size for start, length in records.items()):
-                raise CorruptionError(f"{path} is cut off or damaged: a record ends after it", hint=_DAMAGED_HINT)
+                raise CorruptionError(f"{label} is cut off or damaged: a record ends after it", hint=_DAMAGED_HINT)
             return records
-    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError) as error:
-        raise CorruptionError(f"{path} is cut off or damaged: {error!s:.200}", hint=_DAMAGED_HINT) from None
+    except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, ValueError) as error:
+        raise CorruptionError(f"{label} is cut off or damaged: {error!s:.200}", hint=_DAMAGED_HINT) from None
 
 
-def _start(fd: int, header: int) -> int:
+def _start(file: BinaryIO, header: int) -> int:
     """The first byte of a record, after its header, which has two fields of variable length."""
-    fixed = os.pread(fd, _HEADER_BYTES, header)
+    file.seek(header)
+    fixed = file.read(_HEADER_BYTES)
     return header + _HEADER_BYTES + int.from_bytes(fixed[26:28], "little") + int.from_bytes(fixed[28:30], "little")
 
 
-def _refused(path: Path, message: str) -> UnsupportedError:
+def _refused(label: str, message: str) -> UnsupportedError:
     found = re.search(r"GLOBAL ([\w.]+)", message)
     what = f"the code {found[1]}" if found else "something that weights_only=True does not read"
-    return UnsupportedError(f"{path} needs {what}: files that can run code are not imported", hint=_CODE_HINT)
+    return UnsupportedError(f"{label} needs {what}: files that can run code are not imported", hint=_CODE_HINT)

@@ -13,13 +13,10 @@ from collections.abc import Iterator
 
 from headrace.checkpoint.format.manifest import Manifest, Tensor
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.limits import GIB
 
 PREFIX = "headrace.artifact/"
 MAX_COUNT = 256
 """The maximum number of artifacts of one step on one rank."""
-MAX_BYTES = GIB
-"""The maximum size of all artifacts of one step on one rank, in bytes: they are in memory until the step is copied."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+ -]*(?:/[A-Za-z0-9_][A-Za-z0-9._+ -]*)*")
 _NAME_CHARACTERS = 200
 

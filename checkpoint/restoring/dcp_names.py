@@ -100,13 +100,20 @@ def nested(names: Names) -> dict[Any, Any]:
             inside = inside.setdefault(key, {}) if isinstance(inside, dict) else None
         if not path or not isinstance(inside, dict) or path[-1] in inside:
             raise CorruptionError(f"the paths of DCP's names collide at {name!r:.200}")
-        inside[path[-1]] = node
+        inside[path[-1]] = _Value(node)
     return {key: _unflattened(value) for key, value in root.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value that DCP saved as a whole. Its dicts and lists stay as they are."""
+
+    value: object
+
+
 def _unflattened(node: Any) -> Any:
-    if not isinstance(node, dict):
-        return node
+    if isinstance(node, _Value):
+        return node.value
     inner = {key: _unflattened(value) for key, value in node.items()}
     if inner and all(isinstance(key, int) for key in inner):  # only the entries of lists have such keys
         return [inner[key] for key in sorted(inner)]

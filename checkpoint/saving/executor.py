@@ -54,7 +54,7 @@ _log = get_logger(__name__)
 class StagedSave:
     """A staged save.
 
-    - `arena_fd`: -1 for a state in slices, which only this process can save.
+    - `arena_fd`: -1 for a state in slices or with large artifacts, which only this process can save.
     - `give_back`, `abandon`: release the arena for the next save, or drop it because a worker may still read it.
     - `handed_over`: called with "sidecar" or "process".
     - `through`: wraps the store when this process saves; None to use it as it is.
@@ -122,7 +122,7 @@ class SaveExecutor:
         if self._sidecar_name is None:
             return None, None
         if save.arena_fd < 0:
-            sliced = "the state comes in slices, which the sidecar does not take: saving inside this process"
+            sliced = "the sidecar takes no state in slices and no large artifacts: saving inside this process"
             warn_once(_log, sliced, "job")
             return None, None
         if not self._store.location.shareable:

@@ -127,6 +127,8 @@ class RankPlan:
 class PreparedSave:
     """The tensors that this rank writes, in the order of `specs`, at the offsets of `layout`.
 
+    After the tensors, `specs` may have large artifacts, which are not in memory.
+
     A shard that is cut in an inner dimension is stored as several bands. `replicas` is the digest that all ranks must
     share. `replicated` lists all tensors of the job that several ranks hold. `shared` has those that this rank holds, by
     key. In a large job, `replicated` is empty, and `sets` lists only the tensors that this rank holds.
@@ -217,18 +219,23 @@ class SavePlanner:
         return share
 
 
-def with_artifacts(prepared: PreparedSave, files: Mapping[str, npt.NDArray[np.uint8]]) -> PreparedSave:
-    """Add these artifacts as tensors of this rank. The other ranks need not know of them."""
-    if not files:
+def with_artifacts(
+    prepared: PreparedSave, small: Mapping[str, npt.NDArray[np.uint8]], large: Mapping[str, int]
+) -> PreparedSave:
+    """Add artifacts as tensors of this rank. The other ranks need not know of them.
+
+    `large`: the sizes of artifacts that are not in memory. They come last, and have specs but no tensors.
+    """
+    if not small and not large:
         return prepared
     if taken := next((spec.name for spec in prepared.specs if spec.name.startswith(artifacts.PREFIX)), None):
         raise UsageError(f"{taken!r:.200} is a reserved name", hint="rename the entry of the state")
     rows: list[_Row] = [
-        (f"{artifacts.PREFIX}{name}", "uint8", chunking.whole((data.nbytes,)), False, False)
-        for name, data in files.items()
+        (f"{artifacts.PREFIX}{name}", "uint8", chunking.whole((size,)), False, False)
+        for name, size in ({name: data.nbytes for name, data in small.items()} | dict(large)).items()
     ]
     specs = (*prepared.specs, *_specs(rows, range(len(rows)))[1])
-    tensors = [*prepared.tensors, *map(_as_tensor, files.values())]
+    tensors = [*prepared.tensors, *map(_as_tensor, small.values())]
     return replace(prepared, specs=specs, tensors=tensors, layout=lay_out(specs))
 
 

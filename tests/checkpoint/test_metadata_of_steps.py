@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from headrace.checkpoint import Checkpointer, Keep, read, read_artifact, recording
+from headrace.checkpoint import Checkpointer, Keep, attachments, read, read_artifact, recording
 from headrace.checkpoint import artifacts as reading
-from headrace.checkpoint.format import artifacts
 from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.repository import check, collect, descriptions, survey
 from headrace.checkpoint.repository import steps as repository
@@ -352,6 +353,49 @@ def test_a_large_artifact_is_written_to_a_file_in_pieces(tmp_path: Path) -> None
     assert not list(tmp_path.glob("out.part*"))
 
 
+@pytest.mark.parametrize("staging_bytes", [None, 64 << 20])
+def test_a_large_file_passes_through_little_memory(tmp_path: Path, staging_bytes: int | None) -> None:
+    """A sparse file of 400 MiB. A change after `put_artifact` changes nothing."""
+    source, size = tmp_path / "large", 400 << 20
+    with open(source, "wb") as file:
+        for at, part in ((5 << 20, b"first"), (size - 4, b"last")):
+            file.seek(at)
+            file.write(part)
+    state: dict[str, Any] = {"w": torch.arange(1_000_000.0), "epoch": 1}
+    with open_at(tmp_path / "ck", staging_bytes=staging_bytes) as checkpointer, at_most_resident(128 << 20):
+        assert checkpointer.put_artifact(1, "large", source) == size
+        checkpointer.put_artifact(1, "note", b"small")
+        with open(source, "r+b") as file:
+            file.write(b"changed")
+        result = checkpointer.save(1, state).result(SECONDS)
+        assert (result.bytes_state, result.committed_by) == (size + 4_000_005, "process")
+        assert result.bytes_written < 16 << 20  # the zeros are one chunk
+        checkpointer.put_artifact(2, "large", source)
+        assert checkpointer.save(2, state | {"epoch": 2}).result(SECONDS).bytes_written < 8 << 20
+        with open_store(str(tmp_path / "ck")) as store, reading.open_leased(store, "exp", 1) as step:
+            assert reading.save_as(store, step, "large", tmp_path / "out") == size
+            assert reading.read_bytes(store, step, "note") == b"small"
+        state["w"].zero_()
+        assert checkpointer.restore(state, 1) == 1
+    assert torch.equal(state["w"], torch.arange(1_000_000.0))
+    with open(tmp_path / "out", "rb") as file:
+        assert (file.read(7), file.seek(5 << 20), file.read(6)) == (bytes(7), 5 << 20, b"first\0")
+        assert (file.seek(size - 4), file.read()) == (size - 4, b"last")
+
+
+@contextlib.contextmanager
+def at_most_resident(more: int) -> Iterator[None]:
+    """Assert that this process never needs `more` bytes of memory in addition to what it has."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    yield
+    assert resident("VmHWM") - before < more
+
+
+def resident(name: str) -> int:
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) << 10
+
+
 def test_a_damaged_artifact_is_never_returned(tmp_path: Path) -> None:
     with open_at(tmp_path) as checkpointer:
         checkpointer.put_artifact(1, "log", b"x" * 100_000)
@@ -366,14 +410,17 @@ def test_a_damaged_artifact_is_never_returned(tmp_path: Path) -> None:
 
 
 def test_refused_artifacts_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artifacts, "MAX_BYTES", 1000)
-    monkeypatch.setattr(artifacts, "MAX_COUNT", 2)
+    limits = attachments.Limits(count=2, memory_bytes=1000, file_bytes=100_000, on_disk_from=70_000)
+    monkeypatch.setattr(attachments, "Limits", lambda: limits)
     with open_at(tmp_path / "ck") as checkpointer:
         checkpointer.put_artifact(1, "a", b"x" * 600)
         with pytest.raises(ConflictError):
             checkpointer.put_artifact(1, "a", b"y")
-        with pytest.raises(CapacityError, match="400 B are left"):
+        with pytest.raises(CapacityError, match=r"400 B are left of the 1000 B .* in memory"):
             checkpointer.put_artifact(1, "b", b"x" * 600)
+        (tmp_path / "large").write_bytes(bytes(100_001))
+        with pytest.raises(CapacityError, match=r"97.7 KiB are left of the 97.7 KiB .* on disk"):
+            checkpointer.put_artifact(1, "b", tmp_path / "large")
         with pytest.raises(NotFoundError):
             checkpointer.put_artifact(1, "b", tmp_path / "missing")
         with pytest.raises(UsageError, match="Is a directory"):
@@ -408,19 +455,21 @@ def test_a_state_with_the_reserved_name_and_artifacts_is_refused(tmp_path: Path)
 def test_a_file_that_changes_while_it_is_read_is_stored_as_it_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It grows and shrinks between the look at its size and the reading."""
-    from headrace.checkpoint import attachments
+    """It grows and shrinks between the look at its size and the reading. The last is on disk first, and then small."""
+    path, require_room = tmp_path / "log", attachments.Attachments._require_room
+    for before, change, expected in ((1000, 2000, 1000), (1000, 10, 10), (80_000, 90_000, 80_000), (80_000, 10, 10)):
+        path.write_bytes(b"x" * before)
 
-    path, check_size = tmp_path / "log", attachments._check_size
-    for change, expected in ((b"x" * 2000, b"x" * 1000), (b"x" * 10, b"x" * 10)):
-        path.write_bytes(b"x" * 1000)
+        def changed(*arguments: Any, change: int = change, **options: Any) -> None:
+            path.write_bytes(b"x" * change)
+            require_room(*arguments, **options)
 
-        def changed(*arguments: Any, change: bytes = change) -> None:
-            path.write_bytes(change)
-            check_size(*arguments)
-
-        monkeypatch.setattr(attachments, "_check_size", changed)
-        assert attachments._read(path, 10_000, "log").tobytes() == expected
+        monkeypatch.setattr(attachments.Attachments, "_require_room", changed)
+        waiting = attachments.Attachments(attachments.Limits(on_disk_from=70_000))
+        assert waiting.put(1, "log", path) == expected
+        extras = waiting.of(1, {})
+        assert [data.tobytes() for data in extras.artifacts.values()] == [b"x" * expected][: expected < 70_000]
+        assert [file.nbytes for file in extras.files.values()] == [expected][: expected >= 70_000]
 
 
 # commands
