@@ -7,7 +7,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 # Workers of the tests: one more than the two cores of a small machine. A third of their time they wait for processes.
 JOBS   ?= 3
 
-.PHONY: setup demo check test dist lint typecheck bench soak extras clean
+.PHONY: setup demo docs check test dist lint typecheck bench soak extras clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -26,6 +26,10 @@ $(FRAMEWORKS): $(READY)
 
 demo: $(READY)
 	$(BIN)/headrace demo
+
+# The documentation site, below build/docs. A warning of Sphinx is an error.
+docs: $(READY)
+	$(BIN)/python -m docs.site.build
 
 test: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not soak and not gpu' --durations 15 --durations-min 5

@@ -1,4 +1,4 @@
-"""What docs/frameworks.md shows is run as it stands there, on a small dataset, with small models made here."""
+"""What docs/howto/frameworks.md shows is run as it stands there, on a small dataset, with small models made here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace.loaders.loader import BaseLoader  # noqa: E402
 from tests.support.pictures import picture  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "frameworks.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "howto" / "frameworks.md"
 CLIP = '"openai/clip-vit-base-patch32"'
 VIT = '"google/vit-base-patch16-224"'
 COUNT = 24

@@ -1,1 +1,1 @@
-"""Compares two steps: which tensors and values differ, and by how much (docs/compare-copy.md)."""
+"""Compares two steps: which tensors and values differ, and by how much (docs/howto/compare-copy.md)."""

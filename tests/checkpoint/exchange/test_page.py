@@ -1,4 +1,4 @@
-"""The blocks of docs/export-import.md run."""
+"""The blocks of docs/howto/export-import.md run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from headrace.checkpoint import Checkpointer
 from headrace.dataio.cli import main
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "export-import.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "howto" / "export-import.md").read_text()
 
 
 @pytest.fixture
