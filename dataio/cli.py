@@ -39,7 +39,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "order": ("headrace.loaders.sampling.cli:order", "measure how well a loader shuffles a dataset"),
         "samples": ("headrace.loaders.cli_samples:samples", "list the samples of each step of a training run"),
     },
-    "versions of a dataset": {
+    "change a dataset": {
         "log": ("headrace.dataio.shards.cli_versions:log", "list the versions"),
         "tag": ("headrace.dataio.shards.cli_versions:tag", "name a version, or list the names"),
         "diff": ("headrace.dataio.shards.cli_versions:diff", "show what changed between two versions"),
@@ -50,17 +50,19 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "remove": ("headrace.dataio.shards.cli_versions:remove", "make a version without some samples"),
         "merge": ("headrace.dataio.shards.cli_versions:merge", "make a version that also holds other datasets"),
     },
-    "damage": {
+    "find and repair damage": {
         "verify": (
             "headrace.dataio.shards.verify.cli:verify",
             "check every byte of a dataset, and repair it from a copy",
         ),
         "quarantine": ("headrace.loaders.cli:quarantine", "list the samples that loaders skipped, and why"),
     },
-    "checkpoints, nodes and stores": {
-        "ckpt": ("headrace.checkpoint.cli:ckpt", "list, check and remove the steps of a checkpoint repository"),
+    "keep checkpoints": {
+        "ckpt": ("headrace.checkpoint.cli:ckpt", "list, check, copy, export and remove the steps of a repository"),
+    },
+    "run on a cluster": {
+        "doctor": ("headrace.dataio.doctor.cli:doctor", "look at this node and a store, and say what to change"),
         "sidecar": ("headrace.dataio.sidecar.cli:sidecar", "run the node's daemon, or show its status"),
-        "doctor": ("headrace.dataio.store.cli:doctor", "check whether a store supports shared checkpoints"),
         "trace": ("headrace.dataio.core.cli_trace:trace", "show from event logs where the time went"),
     },
     "try and measure": {

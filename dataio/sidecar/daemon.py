@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from headrace.dataio.cache.engine import Engine
@@ -63,6 +64,7 @@ class Daemon:
         """`reload` reads the configuration again, for SIGHUP."""
         self._config, self._reload_config = config, reload
         self._started = time.time()
+        self._version = version("headrace")
         self._port: int | None = None
         self._metrics_port: int | None = None
         self._stopping = False
@@ -232,6 +234,7 @@ class Daemon:
         return {
             "pid": os.getpid(),
             "protocol": VERSION,
+            "version": self._version,
             "socket": str(self._config.socket),
             "http_port": self._port,
             "metrics_port": self._metrics_port,

@@ -238,11 +238,12 @@ def test_the_schema_takes_the_defaults_and_each_setting_of_the_daemon_once() -> 
     } | set(re.findall(r"(?m)^    (buddy\w*) = ", (CHART / "templates" / "buddies.yaml").read_text()))
     free = set(schema["properties"]["settings"]["properties"])
     assert free == {setting.name for setting in SETTINGS} - set_by_templates
-    for wrong in (
+    refused: list[dict[str, Any]] = [
         {"settings": {"cache_byte": 1}},
         {"image": {"repository": "r", "digest": "latest"}},
         {"cache": {"tiers": []}},
-    ):
+    ]
+    for wrong in refused:
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate(defaults | wrong, schema)
 
