@@ -7,7 +7,7 @@ FRAMEWORKS := $(VENV)/.frameworks
 # Workers of the tests: one more than the two cores of a small machine. A third of their time they wait for processes.
 JOBS   ?= 3
 
-.PHONY: setup demo docs check test dist lint typecheck bench soak extras clean
+.PHONY: setup demo docs check test dist image lint typecheck bench soak extras clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -66,6 +66,12 @@ dist: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/twine check --strict dist/*
+
+# The image of deploy/: BASE is a Python image with its digest, IMAGE the name of the result. A push prints its digest.
+IMAGE ?= headrace
+image:
+	@case "$(BASE)" in *@sha256:*) ;; *) echo "give the base image with its digest: make image BASE=python:3.11-slim-bookworm@sha256:..."; exit 2;; esac
+	docker build -f deploy/docker/Dockerfile -t $(IMAGE) --build-arg BASE=$(BASE) .
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis demo-out test-out bench-out

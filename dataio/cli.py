@@ -17,8 +17,9 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO, cast
 
 from headrace.dataio.core.cli import Command, Parser
 from headrace.dataio.core.errors import MORE_MEMORY, AccessDeniedError, CapacityError, HeadraceError, UsageError
@@ -39,7 +40,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "order": ("headrace.loaders.sampling.cli:order", "measure how well a loader shuffles a dataset"),
         "samples": ("headrace.loaders.cli_samples:samples", "list the samples of each step of a training run"),
     },
-    "versions of a dataset": {
+    "change a dataset": {
         "log": ("headrace.dataio.shards.cli_versions:log", "list the versions"),
         "tag": ("headrace.dataio.shards.cli_versions:tag", "name a version, or list the names"),
         "diff": ("headrace.dataio.shards.cli_versions:diff", "show what changed between two versions"),
@@ -50,17 +51,19 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "remove": ("headrace.dataio.shards.cli_versions:remove", "make a version without some samples"),
         "merge": ("headrace.dataio.shards.cli_versions:merge", "make a version that also holds other datasets"),
     },
-    "damage": {
+    "find and repair damage": {
         "verify": (
             "headrace.dataio.shards.verify.cli:verify",
             "check every byte of a dataset, and repair it from a copy",
         ),
         "quarantine": ("headrace.loaders.cli:quarantine", "list the samples that loaders skipped, and why"),
     },
-    "checkpoints, nodes and stores": {
-        "ckpt": ("headrace.checkpoint.cli:ckpt", "list, check and remove the steps of a checkpoint repository"),
+    "keep checkpoints": {
+        "ckpt": ("headrace.checkpoint.cli:ckpt", "list, check, copy, export and remove the steps of a repository"),
+    },
+    "run on a cluster": {
+        "doctor": ("headrace.dataio.doctor.cli:doctor", "look at this node and a store, and say what to change"),
         "sidecar": ("headrace.dataio.sidecar.cli:sidecar", "run the node's daemon, or show its status"),
-        "doctor": ("headrace.dataio.store.cli:doctor", "check whether a store supports shared checkpoints"),
         "trace": ("headrace.dataio.core.cli_trace:trace", "show from event logs where the time went"),
     },
     "try and measure": {
@@ -78,6 +81,10 @@ _SHARED = {
 """Name → module:function of what a command uses of a package that its own package may not import."""
 
 _SHELLS = ("bash", "zsh")
+_SPEAK_THEMSELVES = {"bench", "demo", "sidecar"}
+"""Commands whose processes write to the terminal on their own."""
+WAIT_SECONDS = 2.0
+"""After how long a command that has written nothing shows that it is working."""
 _EXIT_CODES = """\
 --version prints the version. --print-completion bash|zsh prints a completion script for the shell.
 Commands that delete or replace something only print their plan, unless --apply is given.
@@ -134,7 +141,8 @@ def _run(args: list[str]) -> int:
         from headrace.dataio.core.suggestions import did_you_mean
 
         raise UsageError(f"no command {name!r}{did_you_mean(name, COMMANDS)}", hint="see headrace --help")
-    with naming_extras():
+    waiting = Waiting(f"headrace {name}") if name not in _SPEAK_THEMSELVES else contextlib.nullcontext()
+    with naming_extras(), waiting:
         code: int = _load(COMMANDS[name][0])(args[1:])
         return code
 
@@ -182,6 +190,63 @@ def _load(target: str) -> Callable[..., Any]:
     module, _, function = target.partition(":")
     loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return loaded
+
+
+class Waiting(contextlib.AbstractContextManager[None]):
+    """Shows on the terminal for how long a command has been working, until the command writes something itself.
+
+    The line appears after `seconds` on standard error, if that is a terminal. It is removed as soon as the command uses
+    standard output or standard error, for results, a progress bar or the log. A forked child never shows or removes it.
+    """
+
+    def __init__(self, name: str, seconds: float = WAIT_SECONDS) -> None:
+        self._name, self._seconds, self._pid = name, seconds, os.getpid()
+        self._ended, self._shown = threading.Event(), False
+        self._streams = sys.stdout, sys.stderr
+        self._thread = threading.Thread(target=self._show, name="headrace-waiting", daemon=True)
+
+    def __enter__(self) -> None:
+        if self._streams[1].isatty():
+            sys.stdout, sys.stderr = (cast(TextIO, _Watched(stream, self.end)) for stream in self._streams)
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        if isinstance(sys.stderr, _Watched):
+            sys.stdout, sys.stderr = self._streams
+
+    def end(self) -> None:
+        """Remove the line."""
+        if self._ended.is_set() or os.getpid() != self._pid:
+            return
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._shown:
+            self._write("\r\x1b[K")
+
+    def _show(self) -> None:
+        began = time.monotonic()
+        pause = self._seconds
+        while not self._ended.wait(pause):
+            self._shown, pause = True, min(1.0, self._seconds)
+            self._write(f"\r{self._name}: working, {time.monotonic() - began:.0f} s")
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone
+            self._streams[1].write(text)
+            self._streams[1].flush()
+
+
+class _Watched:
+    """A standard stream that calls `used` before each use."""
+
+    def __init__(self, stream: TextIO, used: Callable[[], None]) -> None:
+        self._stream, self._used = stream, used
+
+    def __getattr__(self, name: str) -> Any:
+        self._used()
+        return getattr(self._stream, name)
 
 
 @contextlib.contextmanager

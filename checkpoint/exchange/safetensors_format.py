@@ -69,6 +69,19 @@ def check_types(tensors: Iterable[NamedData]) -> None:
             )
 
 
+def file_header(name: str, dtype: str, shape: tuple[int, ...], size: int) -> bytes:
+    """The bytes before the data of a file with one tensor. `size`: the bytes of the data."""
+    if dtype not in _NAMES or name == _METADATA:
+        raise UnsupportedError(f"{name}: safetensors has no type {dtype}, or no such name", hint="read it by `read`")
+    return _encoded({name: {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [0, size]}})
+
+
+def _encoded(header: dict[str, Any]) -> bytes:
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    padded = text + b" " * (-(8 + len(text)) % ALIGN)
+    return len(padded).to_bytes(8, "little") + padded
+
+
 def output_file(name: str, tensors: Sequence[NamedData], metadata: dict[str, str]) -> OutputFile:
     """A file with these tensors. Tensors with larger elements come first, so that all elements are aligned."""
     ordered = sorted(tensors, key=lambda tensor: -tensor.data.item)
@@ -82,9 +95,7 @@ def output_file(name: str, tensors: Sequence[NamedData], metadata: dict[str, str
             "data_offsets": offsets,
         }
         at = offsets[1]
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    padded = text + b" " * (-(8 + len(text)) % ALIGN)
-    parts: list[Part] = [len(padded).to_bytes(8, "little") + padded, *(tensor.data for tensor in ordered)]
+    parts: list[Part] = [_encoded(header), *(tensor.data for tensor in ordered)]
     return OutputFile(name, parts)
 
 

@@ -126,6 +126,10 @@ class SavedStep(Mapping[str, Any]):
         entry = self._entries[path]
         return LazyTensor(self, entry) if isinstance(entry, Saved) else plain(entry, path)
 
+    def is_tensor(self, path: str) -> bool:
+        """Whether the entry is a tensor. Its value is not built."""
+        return isinstance(self._entries.get(path), Saved)
+
     def __contains__(self, path: object) -> bool:
         return path in self._entries
 

@@ -27,6 +27,11 @@ Group = Literal["process", "node", "job"]
 _ROOT = "headrace"
 _ONCE_LIMIT, _ONCE = 1000, "headrace_once"
 RECORDS, SECONDS = 100, 60.0
+_RANKS: dict[Group, tuple[str, ...]] = {
+    "process": (),
+    "node": ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    "job": ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK"),
+}
 _FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 _logged: set[str] = set()
 
@@ -88,13 +93,15 @@ def is_first(group: Group) -> bool:
     """Whether this process is rank 0 of its training job, or the first rank on its node. True outside of a job.
 
     The rank is that of torch.distributed, or the variable RANK that torchrun sets; on a node, the variable LOCAL_RANK.
+    Without these, it is the number that Slurm or Open MPI gives to the process.
     """
     if group == "process":
         return True
     dist: Any = sys.modules.get("torch.distributed")
     if group == "job" and dist is not None and dist.is_available() and dist.is_initialized():
         return bool(dist.get_rank() == 0)
-    return os.environ.get("RANK" if group == "job" else "LOCAL_RANK", "") in ("", "0")
+    number = next((os.environ[name] for name in _RANKS[group] if os.environ.get(name)), "0")
+    return number == "0"
 
 
 def warn_once(logger: logging.Logger, message: str, per: Group = "process") -> None:

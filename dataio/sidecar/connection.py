@@ -123,7 +123,9 @@ class Sidecar:
         try:
             return cls._connect(path)
         except (PermissionError, ConflictError) as error:  # it belongs to another user
-            warn_once(_log, f"this user may not use the sidecar on {path}: {getattr(error, 'strerror', error)}")
+            warn_once(
+                _log, f"this user may not use the sidecar on {path}: {getattr(error, 'strerror', error)}", per="node"
+            )
         except (OSError, HeadraceError) as error:
             _log.debug("no sidecar on %s: %s", path, error)
         return None

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from headrace.dataio.cache.engine import Engine
@@ -41,7 +42,7 @@ from headrace.dataio.sidecar.reads import ReadService, StoreCache
 from headrace.dataio.sidecar.settings import RESTART, Config
 from headrace.dataio.sidecar.staging import StagingService
 from headrace.dataio.sidecar.status import StatusView
-from headrace.dataio.sidecar.status_server import StatusServer
+from headrace.dataio.sidecar.status_server import MetricsServer, StatusServer
 from headrace.dataio.sidecar.tier.tier_service import TierService
 from headrace.dataio.store.base import Location, Store
 
@@ -63,7 +64,9 @@ class Daemon:
         """`reload` reads the configuration again, for SIGHUP."""
         self._config, self._reload_config = config, reload
         self._started = time.time()
+        self._version = version("headrace")
         self._port: int | None = None
+        self._metrics_port: int | None = None
         self._stopping = False
         self._opener = opener
         self._view = StatusView(self._figures)
@@ -152,15 +155,7 @@ class Daemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(number, stop.set)
         self._loop.add_signal_handler(signal.SIGHUP, self._reload)
-        http = StatusServer(self.status, self._view.history, lambda: not self._stopping)
-        if self._config.http_port is not None:
-            try:
-                self._port = await http.start(self._config.http_port)
-            except OSError as error:
-                raise UsageError(
-                    f"port {self._config.http_port} cannot be used: {error.strerror}",
-                    hint="give another --http-port, or off",
-                ) from None
+        await self._serve_http()
         listening = self._inherited or _listen(self._config.socket)
         self._clients.listen(listening)
         _log.info("ready on %s, cache in %s, status on port %s", self._config.socket, self._cache_names, self._port)
@@ -173,7 +168,25 @@ class Daemon:
         self._clients.stop_listening()
         if self._inherited is None:
             self._config.socket.unlink(missing_ok=True)
-        self._http = http
+
+    async def _serve_http(self) -> None:
+        self._http = StatusServer(self.status, self._view.history, lambda: not self._stopping)
+        self._metrics = MetricsServer(lambda: not self._stopping)
+        if self._config.http_port is not None:
+            try:
+                self._port = await self._http.start(self._config.http_port)
+            except OSError as error:
+                raise UsageError(
+                    f"port {self._config.http_port} cannot be used: {error.strerror}",
+                    hint="give another --http-port, or off",
+                ) from None
+        if (address := self._config.metrics_listen) is not None:
+            try:
+                self._metrics_port = await self._metrics.start(address.port, address.host)
+            except OSError as error:
+                raise UsageError(
+                    f"{address} cannot be used: {error.strerror}", hint="give another --metrics-listen, or off"
+                ) from None
 
     def _reload(self) -> None:
         """Handle SIGHUP: apply the configuration's limits, and reopen the stores with the current credentials."""
@@ -209,6 +222,7 @@ class Daemon:
         self._clients.close()
         self._tasks.cancel()
         self._http.close()
+        self._metrics.close()
         self._jobs.close()
         self._engine.close()
         return not unfinished
@@ -220,8 +234,10 @@ class Daemon:
         return {
             "pid": os.getpid(),
             "protocol": VERSION,
+            "version": self._version,
             "socket": str(self._config.socket),
             "http_port": self._port,
+            "metrics_port": self._metrics_port,
             "draining": self._stopping,
             "uptime_seconds": round(time.time() - self._started, 3),
             "cache": {

@@ -146,6 +146,13 @@ SETTINGS = (
     ),
     Setting("keep_cache", _switch, "true", "keep the cached files for the next daemon", "true|false"),
     Setting("http_port", _port, "0", "port of the status page on 127.0.0.1; 0 takes any free port", "N|off"),
+    Setting(
+        "metrics_listen",
+        tier.address,
+        "off",
+        "address that serves /metrics to other machines, and no other page but /livez and /readyz",
+        "HOST:PORT|off",
+    ),
     Setting("clients", _count(1, 100_000), "1024", "maximum number of connected processes"),
     Setting("running_jobs", _count(1, 1024), "2", "maximum number of staged checkpoints that are uploaded at once"),
     Setting("queued_jobs", _count(0, 65536), "16", "maximum number of staged checkpoints that wait; more are refused"),
@@ -293,6 +300,7 @@ RESTART = (
     "cache_dir",
     "keep_cache",
     "http_port",
+    "metrics_listen",
     "running_jobs",
     "queued_jobs",
     "retry_seconds",
@@ -337,6 +345,7 @@ class Config:
     cache_dir: Path | tuple[CacheTier, ...]
     cache_bytes: int = 20 * limits.GIB
     http_port: int | None = 0
+    metrics_listen: Address | None = None
     clients: int = 1024
     running_jobs: int = 2
     queued_jobs: int = 16

@@ -1,11 +1,11 @@
-"""The daemon's read-only HTTP endpoint on loopback.
+"""The daemon's read-only HTTP endpoint on loopback, and the one for the metrics alone.
 
 Purpose: serves /livez, /readyz, /metrics, /status.json, /history.json, and the status page at /.
 Invariants: the server listens on loopback only. It answers only GET and HEAD of these paths, and no request changes
 anything. It refuses a request whose Host is not a name of loopback. So a page of another site cannot read this one by
 pointing its domain here (DNS rebinding). The page may connect only to this server, and runs only its own script. Any
 user of the machine may read /livez, /readyz and /metrics. The other paths reveal file paths, so only the daemon's user
-and root may read them.
+and root may read them. `MetricsServer` serves these three paths, and no other, on an address for other machines.
 Failure behaviour: the server closes a connection whose request head exceeds `HEAD_BYTES` or whose request takes longer
 than `HEAD_SECONDS`. With more than `CONNECTIONS` connections it closes the oldest, so idle connections keep no request
 out.
@@ -70,9 +70,10 @@ class StatusServer:
         self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
         self._lookup_lock = asyncio.Lock()
 
-    async def start(self, port: int) -> int:
-        """Listen on `port` of 127.0.0.1, or on any free port for 0; returns the port. `OSError` when it is in use."""
-        listening = socket.create_server(("127.0.0.1", port))
+    async def start(self, port: int, host: str = "127.0.0.1") -> int:
+        """Listen on `port` of `host`, or on any free port for 0; returns the port. `OSError` when it is in use."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
         self._server = await asyncio.start_server(self._serve, sock=listening, limit=HEAD_BYTES, backlog=ACCEPTED)
         listening.listen(QUEUED)
         chosen: int = listening.getsockname()[1]
@@ -137,6 +138,23 @@ class StatusServer:
         elif path not in (b"/livez", b"/readyz"):
             status, body = 404, _PATHS
         return _response(status, kind, body, headers), len(body)
+
+
+class MetricsServer(StatusServer):
+    """Serves /metrics, /livez and /readyz to other machines, such as a Prometheus outside the node."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        super().__init__(dict, dict, ready)
+
+    async def _answer(self, head: bytes, connection: socket.socket) -> bytes:
+        method, _, target = head.partition(b"\r\n")[0].partition(b" ")
+        path = target.split(b" ")[0].split(b"?")[0]
+        if method not in (b"GET", b"HEAD"):
+            return _response(405, _TEXT, b"only GET\n", "Allow: GET, HEAD\r\n")
+        if path not in _PUBLIC_PATHS:
+            return _response(404, _TEXT, b"/livez /readyz /metrics\n")
+        response, length = self._page(path)
+        return response if method == b"GET" else response[: len(response) - length]
 
 
 def user_of(connection: socket.socket) -> int | None:

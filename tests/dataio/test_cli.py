@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import pty
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -234,3 +237,73 @@ def test_a_reader_that_went_away_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True)
     assert done.stdout.strip() == "0"
     assert "Traceback" not in done.stderr
+
+
+# --- a command that takes long, on a terminal
+
+LONG = """
+import sys, threading
+from headrace.dataio import cli
+def wait(_):
+    threading.Event().wait({seconds})
+    print("the result")
+    return 0
+cli._load = lambda _: wait
+cli.Waiting.__init__.__defaults__ = (0.05,)
+sys.exit(cli.main(["{command}"]))
+"""
+
+
+def on_terminal(command: str, seconds: float) -> tuple[str, str]:
+    """What a command writes to standard output, a pipe, and to standard error, a terminal."""
+    terminal, other_end = pty.openpty()
+    try:
+        program = LONG.format(command=command, seconds=seconds)
+        done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=other_end, timeout=120)
+        os.set_blocking(terminal, False)
+        try:
+            shown = os.read(terminal, 65536).decode()
+        except BlockingIOError:
+            shown = ""
+    finally:
+        os.close(terminal)
+        os.close(other_end)
+    assert done.returncode == 0, shown
+    return done.stdout.decode(), shown
+
+
+def test_a_command_that_takes_long_shows_on_a_terminal_that_it_is_working() -> None:
+    said, shown = on_terminal("pack", 0.5)
+    assert said == "the result\n"
+    assert shown.startswith("\rheadrace pack: working, 0 s")
+    assert shown.endswith("\r\x1b[K"), "the line is removed before the result"
+
+
+def test_a_command_that_speaks_for_itself_is_not_spoken_over() -> None:
+    assert on_terminal("bench", 0.5) == ("the result\n", "")
+
+
+def test_without_a_terminal_streams_are_left_alone() -> None:
+    before = sys.stdout, sys.stderr
+    with cli.Waiting("headrace pack", 0.0):
+        assert (sys.stdout, sys.stderr) == before
+
+
+def test_what_the_command_writes_first_removes_the_line_also_in_a_forked_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    waiting = cli.Waiting("headrace pack", 0.001)
+    with waiting:
+        while "working" not in terminal.getvalue():
+            time.sleep(0.001)
+        waiting._pid += 1  # as in a child
+        waiting.end()
+        assert not terminal.getvalue().endswith("\x1b[K")
+        waiting._pid -= 1
+        print("a warning", file=sys.stderr)
+        assert terminal.getvalue().endswith("\r\x1b[Ka warning\n")
+    assert sys.stderr is terminal

@@ -11,6 +11,7 @@ from headrace.dataio.core import log
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.sidecar.daemon import Daemon
 from headrace.dataio.sidecar.settings import Config, cache_tiers
+from headrace.dataio.sidecar.tier.config import address
 from headrace.dataio.store.open import open_location
 
 
@@ -24,6 +25,7 @@ def main(configuration: str) -> int:
             **options,
             "socket": Path(options["socket"]),
             "cache_dir": cache_tiers(options["cache_dir"]),
+            "metrics_listen": address(options.get("metrics_listen", "off")),
         }
     )
 

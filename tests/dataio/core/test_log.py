@@ -97,6 +97,19 @@ def test_a_message_that_all_ranks_would_log_is_logged_by_the_first(
     assert log.is_first("job")
 
 
+def test_the_first_process_of_a_node_is_known_also_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for names in log._RANKS.values() for name in names]:
+        monkeypatch.delenv(name, raising=False)
+    assert log.is_first("node")
+    monkeypatch.setenv("SLURM_PROCID", "9")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert not log.is_first("node")
+    assert not log.is_first("job")
+    monkeypatch.setenv("LOCAL_RANK", "0")  # torchrun under srun
+    assert log.is_first("node")
+    assert log.is_first("process")
+
+
 def test_without_a_handler_a_warning_begins_with_the_librarys_name() -> None:
     program = (
         "import sys\nfrom headrace.dataio.core.log import get_logger\n%s\nget_logger('x').warning('no %%s', 'sidecar')"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pwd
@@ -96,3 +97,45 @@ def test_the_other_end_of_a_connection_is_found_by_both_of_its_addresses() -> No
             assert status_server.user_of(accepted) == os.geteuid()
             client.close()
             assert status_server.user_of(accepted) is None  # the kernel's table says root of what is closed
+
+
+# --- metrics for other machines
+
+
+def ask(host: str, port: int, method: str, path: str, name: str) -> tuple[int, bytes]:
+    with socket.create_connection((host, port), timeout=60) as sock:
+        sock.sendall(f"{method} {path} HTTP/1.1\r\nHost: {name}\r\n\r\n".encode())
+        head, _, body = sock.makefile("rb").read().partition(b"\r\n\r\n")
+        return int(head.split()[1]), body
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_other_machines_see_the_metrics_and_neither_paths_nor_processes(host: str) -> None:
+    async def answers() -> list[tuple[int, bytes]]:
+        server = status_server.MetricsServer(lambda: False)
+        port = await server.start(0, host)
+        requests = [("GET", path) for path in PATHS] + [("HEAD", "/metrics"), ("POST", "/metrics"), ("GET", "")]
+        try:
+            return [await asyncio.to_thread(ask, host, port, *request, "node7.example:9465") for request in requests]
+        finally:
+            server.close()
+
+    try:
+        said = asyncio.run(answers())
+    except OSError as error:
+        if host == "::1":
+            pytest.skip(f"no IPv6 here: {error}")
+        raise
+    assert [status for status, _ in said] == [200, 503, 200, 404, 404, 404, 404, 404, 404, 200, 405, 404]
+    assert b"python_info" in said[2][1] or b"# HELP" in said[2][1]
+    assert said[9][1] == b""
+
+
+def test_a_daemon_serves_metrics_where_it_is_told(fresh_daemon: RunningDaemon) -> None:
+    fresh_daemon.stop()
+    fresh_daemon.options["metrics_listen"] = "127.0.0.1:0"
+    fresh_daemon.start()
+    status = fresh_daemon.status()
+    assert ask("127.0.0.1", status["metrics_port"], "GET", "/metrics", "node")[0] == 200
+    assert ask("127.0.0.1", status["metrics_port"], "GET", "/status.json", "localhost")[0] == 404
+    assert ask("127.0.0.1", status["http_port"], "GET", "/metrics", "node")[0] == 421

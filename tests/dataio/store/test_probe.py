@@ -1,8 +1,7 @@
-"""Is a server that ignores preconditions found out? And what `headrace doctor` says and returns."""
+"""Is a server that ignores preconditions found out?"""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.dataio.cli import main
 from headrace.dataio.core.errors import UnsupportedError
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
@@ -66,62 +64,6 @@ def test_a_store_that_passes_the_probe_but_has_many_winners_is_found_by_racing(t
     store = _Careless(tmp_path / "store")
     assert probe_preconditions(store).supported
     assert any(not race.fair for race in certify(store, "", writers=50, rounds=40))
-
-
-def test_the_doctor_finds_a_good_store_good(store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", store_url, "--certify", "--writers", "4", "--rounds", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "good for datasets and for checkpoints with several writers" in said
-    assert "exactly one winner" in said
-    with open_store(store_url) as store:
-        assert list(store.list()) == []
-
-
-def test_the_doctor_leaves_no_folder_that_was_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    there = tmp_path / "there"
-    there.mkdir()
-    assert main(["doctor", str(there / "not yet" / "data%")]) == 0
-    assert os.listdir(there) == []
-    assert main(["doctor", str(there)]) == 0
-    assert os.listdir(there) == []
-    capsys.readouterr()
-
-
-def test_the_doctor_says_that_no_other_process_sees_a_store_in_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "memory://looked-at"]) == 0
-    assert "verdict: good for experiments; no other process sees it" in capsys.readouterr().out
-
-
-def test_the_doctor_speaks_json(store_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", store_url, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["ok"]
-    assert [check["name"] for check in report["checks"]][-1] == "conditional write"
-
-
-@pytest.mark.s3
-def test_the_doctor_refuses_a_server_without_preconditions(rclone_url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", rclone_url, "--certify"]) == 2
-    said = capsys.readouterr().out
-    assert "FAILED conditional write" in said
-    assert "racing" not in said
-
-
-@pytest.mark.s3
-@pytest.mark.parametrize("as_json", [False, True])
-def test_the_doctor_names_a_missing_bucket(s3_url: str, capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
-    assert main(["doctor", "s3://no-such-bucket/x", *(["--json"] if as_json else [])]) == 2
-    said = capsys.readouterr()
-    if as_json:
-        assert json.loads(said.out)["error"]["code"] == "not_found"
-    else:
-        assert "the bucket 'no-such-bucket' does not exist" in said.err
-        assert "next: " in said.err
-
-
-def test_the_doctor_refuses_a_senseless_number_of_writers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "/tmp", "--writers", "0"]) == 2
-    assert "from 1 to 1000" in capsys.readouterr().err
 
 
 @pytest.fixture
