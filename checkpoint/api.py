@@ -176,7 +176,9 @@ class Checkpointer:
         self._executor = SaveExecutor(self._store, sidecar, meter=meter)
         self._retention = Retention(self._store, self._run, keep) if keep and self._ranks.rank == 0 else None
         self._lineage = Lineage(self._store, self._run, base)
-        self._trackers = BackgroundTrackers(self._store, own_trackers)  # before `Saves`, whose work at exit must come first
+        self._trackers = BackgroundTrackers(
+            self._store, own_trackers
+        )  # before `Saves`, whose work at exit must come first
         self._saves = Saves(self._run, self._lineage, raises=on_save_error == "raise", wait=timeout)
         options = Options(
             compression=compression,

@@ -14,6 +14,7 @@ import torch
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.format import names
+from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.handle import Handle, SaveResult
 from headrace.checkpoint.repository import survey
 from headrace.checkpoint.trackers import events
@@ -200,7 +201,7 @@ def test_secrets_are_in_no_event(tmp_path: Path) -> None:
 
 
 def test_names_are_valid_in_all_trackers_and_never_collide() -> None:
-    odd = {"a b": 1, "a_b": 2, "../x": 3, "/y//z": 4, "ü%": 5, "flag": True, "none": None}
+    odd: Metadata = {"a b": 1, "a_b": 2, "../x": 3, "/y//z": 4, "ü%": 5, "flag": True, "none": None}
     step = CommittedStep("s", "exp", 1, 1, "A", "", 0, 0, 0, 0.0, 0.0, 0.0, odd)
     given = {name: value for name, value in step.numbers().items() if name.startswith("metadata/")}
     assert given == {
