@@ -8,15 +8,14 @@
 - A published version is a version of the artifact `published-<name>`, with the alias `version-<number>`.
 
 Invariant: W&B gets no file of the repository. The run's own step counter does not change.
-Failure behaviour: `start` raises `UsageError` if there is no run. Errors of W&B are logged once.
+Failure behaviour: `start` raises `UsageError` if there is no run, and ImportError without W&B. Errors of W&B are logged
+once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-import wandb
 
 from headrace.checkpoint.trackers.events import CommittedStep, PublishedVersion, Tracker
 from headrace.dataio.core.errors import UsageError
@@ -45,7 +44,10 @@ class WandbTracker(Tracker):
         self._defined = set[str]()
 
     def start(self) -> None:
-        self._run = self._run if self._run is not None else wandb.run
+        if self._run is None:
+            import wandb
+
+            self._run = wandb.run
         if self._run is None:
             raise UsageError(
                 "there is no W&B run",
@@ -73,6 +75,8 @@ class WandbTracker(Tracker):
     def _artifact(self, name: str, kind: str, alias: str, reference: str, document: Mapping[str, Any]) -> None:
         if not self._artifacts:
             return
+        import wandb
+
         artifact = wandb.Artifact(name[:_NAME_CHARACTERS], type=kind, metadata=dict(document))
         artifact.add_reference(reference, name=f"{alias}.json", checksum=False)
         self._run.log_artifact(artifact, aliases=[alias])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -17,11 +17,14 @@ import torch
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.trackers.events import Tracker
+from headrace.checkpoint.trackers.tensorboard import TensorBoardTracker
+from headrace.checkpoint.trackers.wandb import WandbTracker
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.json import parse_json
 from tests.support.waiting import wait_for
 
 SECONDS = 60
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "trackers.md"
 METADATA: Metadata = {
     "loss": 2.5,
     "eval/acc": 0.75,
@@ -91,8 +94,6 @@ def test_tensorboard_has_scalars_and_texts_of_each_step(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra trackers is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from headrace.checkpoint.trackers.tensorboard import TensorBoardTracker
-
     attempts = train(tmp_path / "store", TensorBoardTracker(tmp_path / "events"))
     found = EventAccumulator(str(tmp_path / "events"))
     found.Reload()
@@ -111,8 +112,6 @@ def test_tensorboard_has_scalars_and_texts_of_each_step(tmp_path: Path) -> None:
 def test_tensorboard_uses_the_writer_of_the_trainer_and_leaves_it_open(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra trackers is not installed")
     from torch.utils.tensorboard import SummaryWriter
-
-    from headrace.checkpoint.trackers.tensorboard import TensorBoardTracker
 
     with SummaryWriter(str(tmp_path / "events")) as writer:
         train(tmp_path / "store", TensorBoardTracker(writer))
@@ -156,13 +155,8 @@ def test_wandb_gets_references_without_checksums_and_its_step_counter_stays(
     module = types.ModuleType("wandb")
     module.Artifact, module.run = Artifact, None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    spec = importlib.util.find_spec("headrace.checkpoint.trackers.wandb")
-    assert spec is not None
-    assert spec.loader is not None
-    tracking = importlib.util.module_from_spec(spec)  # a copy of the module, so that others import the real package
-    spec.loader.exec_module(tracking)
     run = Run()
-    train(tmp_path, tracking.WandbTracker(run))
+    train(tmp_path, WandbTracker(run))
     assert run.axes == {"checkpoint/*": "checkpoint/step", "published/policy/*": "published/policy/step"}
     assert [row["checkpoint/step"] for row, _ in run.rows[:2]] == [10, 20]
     assert not any(commit for _, commit in run.rows)
@@ -177,14 +171,12 @@ def test_wandb_gets_references_without_checksums_and_its_step_counter_stays(
         assert not checksum
         parse_json(Path(uri.removeprefix("file://")).read_bytes())
     with pytest.raises(UsageError, match=r"call wandb\.init\(\)"):
-        Checkpointer(tmp_path, run="other", trackers=[tracking.WandbTracker()])
+        Checkpointer(tmp_path, run="other", trackers=[WandbTracker()])
 
 
 @pytest.mark.process
 def test_wandb_itself_accepts_them_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="W&B is not installed")
-    from headrace.checkpoint.trackers.wandb import WandbTracker
-
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     with wandb.init(project="headrace", mode="offline", dir=str(tmp_path), settings={"silent": True}) as run:
         run.log({"loss": 1.0}, step=5)
@@ -198,3 +190,20 @@ def test_wandb_itself_accepts_them_offline(tmp_path: Path, monkeypatch: pytest.M
     texts = (b"checkpoint-exp", b"step-20", b"published-policy")
     # W&B's own process may write the file after `finish` has returned
     wait_for(lambda: all(text in stored.read_bytes() for text in texts), SECONDS)
+
+
+def test_the_programs_of_the_page_run(mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tensorboard", reason="the extra trackers is not installed")
+    monkeypatch.chdir(tmp_path)
+    sent = list[str]()
+    shown = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    programs = [each for each in shown if "wandb" not in each]
+    assert len(programs) == 3
+    for number, program in enumerate(programs):
+        model = torch.nn.Linear(3, 2)
+        names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "send": sent.append}
+        exec(program.replace("s3://bucket/checkpoints", str(tmp_path / f"store-{number}")), names)
+    with names["checkpointer"] as checkpointer:  # type: ignore[attr-defined]
+        checkpointer.save(7, {"model": model}, metadata={"loss": 0.5})
+    assert re.fullmatch(r"step 7: file:///\S+/fate, loss 0\.5", sent[0])
+    assert list((tmp_path / "logs" / "exp42").iterdir())
