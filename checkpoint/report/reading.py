@@ -188,8 +188,10 @@ def _timelines(store: Store, run: str, problems: list[Problem]) -> tuple[RunRepo
         ascending = list(timeline.steps(store, run, number))
         steps += (StepName(number, at) for at in reversed(ascending))
         parent = document.parent
-        origin = (None, None) if parent is None else (parent.timeline, parent.step)
-        report.timelines.insert(0, TimelineRow(number, document.created, *origin, len(ascending)))
+        row = TimelineRow(number, document.created, None, None, len(ascending))
+        if parent is not None:
+            row.parent, row.fork = parent.timeline, parent.step
+        report.timelines.insert(0, row)
     followed = timeline.followed(store, run)
     for row in report.timelines:
         row.followed = row.number == followed
@@ -235,7 +237,7 @@ def _reason(store: Store, one: Unfinished) -> tuple[str, str]:
 def _add_sizes(store: Store, runs: Sequence[RunReport]) -> None:
     """Add up shared and unique bytes, unless that takes too many requests."""
     lines = [line for each in runs for line in each.steps]
-    if sum(line.world_size for line in lines) > MOST_MANIFESTS:
+    if sum(max(line.world_size, 1) for line in lines) > MOST_MANIFESTS:
         return
     by_name = {each.run: each for each in runs}
     for usage in usage_of(store, lines):
