@@ -41,6 +41,8 @@ from headrace.checkpoint.saving.executor import SaveExecutor
 from headrace.checkpoint.saving.slices import check_limit
 from headrace.checkpoint.state.fit import Selection, matching
 from headrace.checkpoint.state.replicas import POLICIES
+from headrace.checkpoint.trackers.background import BackgroundTrackers, started
+from headrace.checkpoint.trackers.events import Tracker
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.sidecar.client import SaveMeter
@@ -51,7 +53,7 @@ from headrace.dataio.store.url_policy import scheme_of
 PRIORITIES = ("normal", "preemption")
 
 
-@suggests_arguments(name="run", run_name="run", max_to_keep="keep", keep_last="keep")
+@suggests_arguments(name="run", run_name="run", max_to_keep="keep", keep_last="keep", callbacks="trackers")
 class Checkpointer(RunExtras):
     """Saves and restores one run of the checkpoint repository at `url`.
 
@@ -102,6 +104,9 @@ class Checkpointer(RunExtras):
         record (bool): Record a description of the run with its steps: the git commit of the script's folder, the script's
             name and arguments without secrets, versions of Python, torch and Headrace, and the world size. Default:
             True. `describe` adds to it.
+        trackers (Sequence[Tracker]): Log committed steps and published versions to experiment trackers, by reference: for
+            example `MlflowTracker()` of `headrace.checkpoint.trackers.mlflow`. Rank 0 calls them, in threads of their own.
+            Default: none.
         timeout (float): Limit of each wait in seconds: for staging memory, for other ranks, and for a save in flight
             on `close` and `restore`. Default: 600.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
@@ -137,6 +142,7 @@ class Checkpointer(RunExtras):
         replicated: str | Iterable[str] = (),
         gds: bool | Direct = False,
         record: bool = True,
+        trackers: Sequence[Tracker] = (),
         timeout: float = 600.0,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -149,6 +155,7 @@ class Checkpointer(RunExtras):
             raise UsageError(f"keep is {kept!r:.200}", hint="give a policy, such as Keep(last=3)")
         self._run = names.check_run(run)
         self._ranks = Ranks.from_environment(rank, world_size)
+        own_trackers = started(trackers, self._ranks.rank)
         self._owns_store = not isinstance(url, Store)
         self._store = url if isinstance(url, Store) else open_store(url, storage_options=storage_options)
         _check_writable(self._store)
@@ -159,6 +166,9 @@ class Checkpointer(RunExtras):
         self._executor = SaveExecutor(self._store, sidecar, meter=meter)
         self._retention = Retention(self._store, self._run, keep) if keep and self._ranks.rank == 0 else None
         self._lineage = Lineage(self._store, self._run, base)
+        self._trackers = BackgroundTrackers(
+            self._store, own_trackers
+        )  # before `Saves`, whose work at exit must come first
         self._saves = Saves(self._run, self._lineage, raises=on_save_error == "raise", wait=timeout)
         options = Options(
             compression=compression,
@@ -262,6 +272,7 @@ class Checkpointer(RunExtras):
         handle = self._saver.start(step, state, urgent, check, name)
         if handle.error is None:
             self._attachments.saved(step)
+        self._trackers.follow_save(handle, step_metadata.check(metadata))
         return handle
 
     def warm_up(self, state: dict[str, Any]) -> None:

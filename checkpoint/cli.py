@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from headrace.checkpoint import cli_compare, cli_copy, cli_exchange, cli_metadata, cli_publish, object_states, positions
+from headrace.checkpoint import (
+    cli_compare,
+    cli_copy,
+    cli_exchange,
+    cli_metadata,
+    cli_publish,
+    cli_report,
+    object_states,
+    positions,
+)
 from headrace.checkpoint.format.metadata import printable
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
@@ -115,6 +124,7 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     cli_compare.add(actions, _add_common)
     cli_copy.add(actions, _add_common)
     cli_exchange.add(actions, _add_common)
+    cli_report.add(actions, _add_common)
 
 
 @command("ckpt", "List, check, name and remove the steps of a checkpoint repository.", _add_actions)
@@ -343,4 +353,5 @@ COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
     **cli_compare.COMMANDS,
     **cli_copy.COMMANDS,
     **cli_exchange.COMMANDS,
+    **cli_report.COMMANDS,
 }

@@ -94,6 +94,7 @@ class Handle:
         self.diverged: tuple[str, ...] = ()
         self._copy: Copy | None = None
         self._wait_seconds = 0.0
+        self._stall_known = threading.Event()
         self._staged, self._done = threading.Event(), threading.Event()
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -197,6 +198,15 @@ class Handle:
     def follow(self, copy: Copy) -> None:
         """For the saver: set the copy to wait for."""
         self._copy = copy
+
+    def set_stall(self, seconds: float) -> None:
+        """For the saver: set how long `save` blocked."""
+        self.stall = seconds
+        self._stall_known.set()
+
+    def stall_within(self, timeout: float) -> float | None:
+        """For the saver: how long `save` blocked; None if it has not returned within `timeout` seconds."""
+        return self.stall if self._stall_known.wait(timeout) else None
 
     def set_staged(self, committed_by: str) -> None:
         """For the saver: record the hand-over of the save."""

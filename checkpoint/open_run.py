@@ -23,6 +23,7 @@ from headrace.checkpoint.restoring.restorer import Restorer
 from headrace.checkpoint.saver import Saver
 from headrace.checkpoint.saves import Saves
 from headrace.checkpoint.saving.executor import SaveExecutor
+from headrace.checkpoint.trackers.background import CLOSE_SECONDS, BackgroundTrackers
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
@@ -49,6 +50,7 @@ class OpenRun:
     _saver: Saver
     _restorer: Restorer
     _publisher: BackgroundPublisher | None
+    _trackers: BackgroundTrackers
     _wait: float
     _closed: bool
     _pid: int
@@ -106,6 +108,7 @@ class OpenRun:
                 self._retention.wait(self._wait if timeout is None else timeout)
             self._saves.raise_unfetched()
         finally:
+            self._trackers.close(CLOSE_SECONDS if self._saves.all_done else 0)
             self._saver.close()
             self._executor.close()
             self._lineage.close()

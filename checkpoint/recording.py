@@ -42,11 +42,11 @@ class Description:
 
     Args:
         world_size (int): Number of ranks.
-        record (bool): Whether to record facts about the process.
+        record (bool): Whether to record facts about the process. `records` is the same.
     """
 
     def __init__(self, world_size: int, record: bool) -> None:
-        self._world_size, self._record = world_size, record
+        self._world_size, self.records = world_size, record
         self._lock = threading.Lock()
         self._given: dict[str, object] = {}
         self._facts: dict[str, object] | None = None
@@ -71,7 +71,7 @@ class Description:
         """
         try:
             with self._lock:
-                if self._record and self._facts is None and not urgent:
+                if self.records and self._facts is None and not urgent:
                     self._facts, self._encoded = facts_of_process(self._world_size), None
                 if self._encoded is None:
                     data = self._encode()

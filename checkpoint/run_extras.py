@@ -132,4 +132,6 @@ class RunExtras(OpenRun):
         if self._ranks.rank:
             return None
         self._publisher = self._publisher or BackgroundPublisher(self._store, self._run, self._wait)
-        return self._publisher.submit(name, step, choice, move)
+        future = self._publisher.submit(name, step, choice, move)
+        self._trackers.follow_publication(future)
+        return future

@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from headrace.checkpoint.attachments import NOTHING, Extras
+from headrace.checkpoint.format import metadata as step_metadata
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.chunking import Layout, TensorSpec, lay_out
 from headrace.checkpoint.format.documents import Base
@@ -65,6 +66,9 @@ _HINT_BYTES, _SLOW_SPEED = 64 << 20, 300e6
 
 A save is slow if it has at least this many bytes and stores fewer than this many bytes per second.
 """
+
+_RETURN_SECONDS = 1.0
+"""Seconds that a commit waits for `save` to return after the copy. It takes microseconds."""
 
 _ABORT_SECONDS = 30.0
 """Seconds that closing waits for the thread that aborts an attempt, and for the thread that prepares the repository."""
@@ -134,7 +138,7 @@ class Saver:
             self._saves.add(handle)
             if self._options.lazy or not copying.sealed:
                 self._wait_or_watch(state, copying)
-            handle.stall = time.perf_counter() - began
+            handle.set_stall(time.perf_counter() - began)
             metrics.checkpoint_stall_seconds.observe(handle.stall)
             self._meter.stalled(handle.stall)
             return handle
@@ -353,7 +357,7 @@ class Saver:
             except BaseException:
                 save.give_back()
                 raise
-            save = self._described(save)
+            save = self._described(save, None if isinstance(copying, SlicedState) else handle)
             with span("commit", step=handle.step):
                 result = self._executor.commit_staged(save)
             if name is not None:
@@ -381,12 +385,19 @@ class Saver:
             self._retention.committed()
         handle.set_result(saved)  # last: the caller may close the store as soon as it is set
 
-    def _described(self, save: StagedSave) -> StagedSave:
-        """The save with the description of the run. The first call may take the time of `git`."""
+    def _described(self, save: StagedSave, handle: Handle | None) -> StagedSave:
+        """The save with the description of the run, and with the stall of `handle`.
+
+        The first call may take the time of `git`. `handle` is None if the stall ends later than the commit begins.
+        """
         if self._description is None:
             return save
         name, data = self._description.current(urgent=save.urgent)
-        described = msgspec.structs.replace(save.plan, description=name, description_data=data)
+        metadata = dict(save.plan.metadata)
+        if self._description.records and handle is not None:
+            stall = handle.stall_within(_RETURN_SECONDS)
+            metadata = metadata if stall is None else step_metadata.with_stall(metadata, stall)
+        described = msgspec.structs.replace(save.plan, description=name, description_data=data, metadata=metadata)
         return replace(save, plan=described)
 
     def _failed(self, put_plan: plan.PutPlan, handle: Handle, error: BaseException) -> None:

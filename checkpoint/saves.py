@@ -38,7 +38,7 @@ class Saves:
 
     def __init__(self, run: str, lineage: Lineage, *, raises: bool, wait: float) -> None:
         self._run, self._lineage, self._raises, self._wait = run, lineage, raises, wait
-        _before_exit(self.wait_at_exit)
+        before_exit(self.wait_at_exit)
         self._handles: dict[int, Handle] = {}
         self._committed: dict[int, Handle] = {}
         self._tried = (0, 0)  # the newest timeline, and the highest step that was tried there
@@ -176,7 +176,7 @@ def warn_of_python(version: tuple[int, ...]) -> None:
         )
 
 
-def _before_exit(method: Callable[[], None]) -> None:
+def before_exit(method: Callable[[], None]) -> None:
     """Call `method` at exit while threads can still be started, if its object is alive. `atexit` would be too late.
 
     A forked child does not call it, because the child does not have the threads that it would wait for.

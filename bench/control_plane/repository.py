@@ -47,6 +47,7 @@ _MODULE = "headrace.bench.control_plane.repository_actions"
 _LEAST_STEPS = 4
 _TAG = "measured"
 _TABLE = os.path.join(tempfile.gettempdir(), "headrace-steps.parquet")
+_PAGE = os.path.join(tempfile.gettempdir(), "headrace-report.html")
 _AGAIN = "again_"
 
 
@@ -79,6 +80,7 @@ def actions(steps: int, ranks: int) -> list[Action]:
         _ckpt("du", "URL"),
         _ckpt("du", "URL", *run, "--steps"),
         _ckpt("published", "URL"),
+        _ckpt("report", "URL", "-o", _PAGE),
         _ckpt("diff", "URL", f"{RUN}@{middle}", f"{RUN}@{middle + 1}"),
         _ckpt("rm", "URL", *run, "--step", str(middle)),
         _ckpt("show", "URL", *run),
@@ -99,7 +101,7 @@ def actions(steps: int, ranks: int) -> list[Action]:
 
 
 def _ckpt(*words: str) -> Action:
-    hidden = {"URL", "--run", RUN, _TAG, "-o", _TABLE}
+    hidden = {"URL", "--run", RUN, _TAG, "-o", _TABLE, _PAGE}
     return Action(f"ckpt {' '.join(word for word in words if word not in hidden)}", "ckpt", words)
 
 

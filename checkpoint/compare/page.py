@@ -19,9 +19,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import resources
 
 from headrace.checkpoint.compare.diff import StepDiff, TensorChange, TensorForm
+from headrace.checkpoint.pages.document import document, style_of
 from headrace.dataio.core.limits import counted, format_bytes
 
 MOST_ROWS = 400
@@ -60,16 +60,13 @@ class _Cell:
 
 def page(where: str, diffs: Sequence[StepDiff]) -> str:
     """The page of a series of comparisons. `where` is the repository's URL."""
-    style = resources.files("headrace.checkpoint.compare").joinpath("page.css").read_text(encoding="utf-8")
-    title = f"{diffs[0].a} → {diffs[-1].b}"
     pairs = "".join(_pair(each) for each in diffs)
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
-        f'<h1>{escape(title)}</h1>\n<p class="quiet">{escape(where)}</p>\n'
-        f"<h2>Relative change of each module</h2>\n{_KEY}{_heat(diffs)}"
-        f"<h2>Comparisons</h2>\n{pairs}<footer>made by headrace ckpt diff</footer>\n</body>\n</html>\n"
+    return document(
+        f"{diffs[0].a} → {diffs[-1].b}",
+        where,
+        f"<h2>Relative change of each module</h2>\n{_KEY}{_heat(diffs)}<h2>Comparisons</h2>\n{pairs}",
+        style_of("headrace.checkpoint.compare", "page.css"),
+        "headrace ckpt diff",
     )
 
 

@@ -21,7 +21,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -31,6 +31,7 @@ from headrace.checkpoint.format import chunking as layouts
 from headrace.checkpoint.format import group, names
 from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.format.documents import Base
+from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.saving import DeviceSlices
 from headrace.checkpoint.repository import commit, timeline, writers
@@ -143,6 +144,7 @@ os.register_at_fork(after_in_child=is_new_process)
 class RankSave:
     """One rank's part of a save. `wait`: the time limit for the other ranks, in seconds.
 
+    `metadata`: the step's metadata, of which that of rank 0 counts.
     `plan`: the plan digest of a job that commits in groups (`headrace.checkpoint.format.group`). Without it, no rank
     may write a tensor that belongs to all ranks.
     """
@@ -155,6 +157,7 @@ class RankSave:
     compression: str = "none"
     wait: float = 600.0
     plan: bytes = b""
+    metadata: Metadata = field(default_factory=dict)
 
 
 def save_rank(
@@ -234,4 +237,5 @@ def _plan(store: Store, share: RankSave, specs: list[TensorSpec], layout: Layout
         compression=share.compression,
         lease_seconds=DEFAULT_LIFE,
         commit_timeout=share.wait,
+        metadata=share.metadata if share.rank == 0 else {},
     )

@@ -34,8 +34,10 @@ from torch.futures import Future
 from headrace.checkpoint.dcp import document, session
 from headrace.checkpoint.dcp.session import RankSave, Ticket, abort, save_rank
 from headrace.checkpoint.format import group, names
+from headrace.checkpoint.format import metadata as step_metadata
 from headrace.checkpoint.format.chunking import SMALL_BELOW, Box, TensorSpec, banded
 from headrace.checkpoint.format.codec import COMPRESSIONS
+from headrace.checkpoint.format.metadata import Value
 from headrace.checkpoint.gds.file import Direct
 from headrace.checkpoint.gds.restoring import direct_for
 from headrace.checkpoint.restoring.dcp_names import Path
@@ -80,6 +82,9 @@ class RepositoryWriter(StorageWriter):
         timeout (float): The time limit for the other ranks, in seconds. Default: 600.
         overwrite (bool): If this job has already saved the step, save it again, in a branch that begins before it.
             Otherwise this raises `ConflictError`. Default: False.
+        metadata (Mapping[str, int | float | bool | str | None] | None): Values that describe the step, as for
+            `Checkpointer.save`. Those of rank 0 are stored. Set the attribute `metadata` if one writer saves several steps.
+            Default: None, no metadata.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
 
     Raises:
@@ -102,6 +107,7 @@ class RepositoryWriter(StorageWriter):
         gds: bool | Direct = False,
         timeout: float = 600.0,
         overwrite: bool = False,
+        metadata: Mapping[str, Value] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         if compression not in COMPRESSIONS:
@@ -110,8 +116,18 @@ class RepositoryWriter(StorageWriter):
         self._step = None if step is None else names.check_step(step)
         self._compression, self._timeout, self._gds = compression, timeout, gds
         self._overwrite = overwrite
+        self.metadata = metadata
         self._own_items: list[WriteItem] = []
         self._paths: dict[str, Path] | None = None
+
+    @property
+    def metadata(self) -> Mapping[str, Value]:
+        """The metadata of the next step; `UsageError` if it is set to values that cannot be stored."""
+        return self._metadata
+
+    @metadata.setter
+    def metadata(self, values: Mapping[str, Value] | None) -> None:
+        self._metadata = step_metadata.check(values)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
@@ -217,6 +233,7 @@ class RepositoryWriter(StorageWriter):
             self._compression,
             self._timeout,
             assignment.plan,
+            self._metadata,
         )
 
 

@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.metadata import JsonValue, Metadata, from_json
+from headrace.checkpoint.format.metadata import JsonValue, Metadata, from_json, given, stall_of
 from headrace.dataio.core import json
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES
@@ -163,8 +163,12 @@ class Decision(Document, frozen=True, kw_only=True):
     description: str = ""
 
     def values(self) -> Metadata:
-        """The step's metadata."""
-        return from_json(self.metadata)
+        """The step's metadata, as the user gave it."""
+        return given(from_json(self.metadata))
+
+    def stall(self) -> float | None:
+        """Seconds for which `save` blocked rank 0; None if they were not recorded."""
+        return stall_of(from_json(self.metadata))
 
 
 class Commit(Document, frozen=True, kw_only=True):

@@ -26,6 +26,8 @@ MAX_NAME = 128
 """The maximum length of a name, in characters."""
 MAX_BYTES = 16 * KIB
 """The maximum size of a step's metadata as msgpack, in bytes."""
+STALL = "headrace.stall_seconds"
+"""The entry in which a saver records for how long `save` blocked rank 0. Readers show it apart from what the user gave."""
 _INT64 = 1 << 63
 
 
@@ -63,6 +65,8 @@ def check(metadata: object) -> Metadata:
             f"the metadata has {len(metadata)} entries, at most {MAX_ENTRIES} can be stored",
             hint="put larger data into the state, or store a file with put_artifact",
         )
+    if STALL in metadata:
+        raise UsageError(f"metadata {STALL!r} is recorded by Headrace itself", hint="choose another name")
     checked = {_name(name): _value(name, value) for name, value in metadata.items()}
     if (size := len(msgspec.msgpack.encode(checked))) > MAX_BYTES:
         raise UsageError(
@@ -103,6 +107,24 @@ def _value(name: object, value: object) -> Value:
         f"metadata {name!r}: a value of type {type(value).__name__} cannot be stored",
         hint="give a number, a text, a boolean or None; for a tensor or an array of one element, give value.item()",
     )
+
+
+def with_stall(metadata: Metadata, seconds: float) -> Metadata:
+    """The metadata with the duration of the stall; unchanged if there is no room for it."""
+    recorded = metadata | {STALL: seconds}
+    has_room = len(recorded) <= MAX_ENTRIES and len(msgspec.msgpack.encode(recorded)) <= MAX_BYTES
+    return recorded if has_room else metadata
+
+
+def stall_of(metadata: Mapping[str, Value]) -> float | None:
+    """The duration of the stall in seconds, if it is recorded and possible."""
+    value = number_of(metadata, STALL)
+    return float(value) if value is not None and 0 <= value < math.inf else None
+
+
+def given(metadata: Mapping[str, Value]) -> Metadata:
+    """What the user gave, without what Headrace recorded itself."""
+    return {name: value for name, value in metadata.items() if name != STALL}
 
 
 def flaw_of(metadata: Mapping[str, Value], description: str) -> str:

@@ -7,7 +7,7 @@ stateful loader.
 
 `save_state` returns after the state is copied. The folder appears when the step is committed (`naming`). Older folders
 are removed after that (`total_limit`). To add your own files to the folder, wait for `checkpointer.close()`, or
-register an object instead.
+register an object instead. `save_state(folder, metadata={"loss": 2.1})` gives the step metadata.
 
 How it works: Accelerate calls its hooks before it writes or reads anything. It passes them the lists that it will
 iterate over, and the hooks empty these lists. The replaced `save_state` and `load_state` refill them. `save_state`
@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from accelerate.utils import DistributedType
 
 from headrace.checkpoint.api import Checkpointer
 from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.format import metadata as step_metadata
+from headrace.checkpoint.format.metadata import Value
 from headrace.checkpoint.frameworks.name_files import move_folder
 from headrace.checkpoint.frameworks.naming import Names
 from headrace.checkpoint.rng import RNG
@@ -84,12 +87,18 @@ class _Attached:
             self._recover(Path(accelerator.project_dir) / "checkpoints")
 
     def save_state(
-        self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True, **more: Any
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        metadata: Mapping[str, Value] | None = None,
+        **more: Any,
     ) -> str:
         """As `Accelerator.save_state`, but returns after the state is copied.
 
-        The folder appears when the step is committed.
+        The folder appears when the step is committed. `metadata` is that of the step, as for `Checkpointer.save`.
         """
+        values = step_metadata.check(metadata)
         accelerator, settings = self._accelerator, self._accelerator.project_configuration
         automatic = bool(settings.automatic_checkpoint_naming)
         folder = self._next() if automatic else Path(os.path.abspath(os.fspath(output_dir)))  # type: ignore[arg-type]
@@ -107,7 +116,7 @@ class _Attached:
         _written()
         state, self._state = self._state, {}
         then = functools.partial(self._rotate, folder.parent) if automatic else lambda: None
-        self._names.save(step, state, folder if self._names_folders else None, move_folder(hidden), then)
+        self._names.save(step, state, folder if self._names_folders else None, move_folder(hidden), then, values)
         return str(folder)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **more: Any) -> Any:

@@ -22,6 +22,7 @@ Failure behaviour: as `headrace.checkpoint.dcp`. `UsageError` names an object th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Thread
@@ -39,6 +40,8 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.format import metadata as step_metadata
+from headrace.checkpoint.format.metadata import Value
 from headrace.checkpoint.frameworks.plain import packed, unpacked
 from headrace.checkpoint.peers import PeerProbe, wait_closed
 from headrace.dataio.core.errors import UnsupportedError
@@ -53,10 +56,15 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
         url (str): The repository, as for `Checkpointer`.
         run (str): The run's name.
         **options: Further arguments of `RepositoryWriter`, such as `compression` or `storage_options`.
+
+    Attributes:
+        metadata (Mapping[str, int | float | bool | str | None]): Metadata of the next step, such as `{"loss": 2.1}`. Set it
+            before each save. That of rank 0 is stored. Default: none.
     """
 
     def __init__(self, url: str, *, run: str, **options: Any) -> None:
         super().__init__(BACKEND, 1)
+        self.metadata: Mapping[str, Value] = options.pop("metadata", None) or {}
         self._url, self._run, self._options = url, run, options
         self._group: dist.ProcessGroup | None = None
         self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -67,9 +75,11 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
         return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        self._save(_for_dcp(_grouped(sharded_state_dict), loading=False), checkpoint_dir, None)
+        metadata = step_metadata.check(self.metadata)
+        self._save(_for_dcp(_grouped(sharded_state_dict), loading=False), checkpoint_dir, None, metadata)
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> AsyncRequest:
+        metadata = step_metadata.check(self.metadata)
         if self._group is None:
             self._group = dist.new_group(backend="gloo")
         if self._last is not None:
@@ -80,7 +90,7 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
 
         def commit() -> None:
             try:
-                self._save(state, checkpoint_dir, self._group)
+                self._save(state, checkpoint_dir, self._group, metadata)
                 saving.set_result(None)
             except BaseException as error:
                 saving.set_exception(error)
@@ -90,8 +100,15 @@ class RepositorySave(AsyncSaveShardedStrategy):  # type: ignore[misc, unused-ign
         Thread(target=commit, name="headrace-megatron-save").start()
         return AsyncRequest(wait_closed, (probe.address,), [saving.result])
 
-    def _save(self, state: dict[str, Any], checkpoint_dir: str | Path, group: dist.ProcessGroup | None) -> None:
-        writer = RepositoryWriter(self._url, run=self._run, step=step_of(str(checkpoint_dir)), **self._options)
+    def _save(
+        self,
+        state: dict[str, Any],
+        checkpoint_dir: str | Path,
+        group: dist.ProcessGroup | None,
+        metadata: Mapping[str, Value],
+    ) -> None:
+        step = step_of(str(checkpoint_dir))
+        writer = RepositoryWriter(self._url, run=self._run, step=step, metadata=metadata, **self._options)
         planner = mcore.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
 

@@ -8,6 +8,8 @@ All settings of torchtitan's manager keep their meaning: `interval`, `async_mode
 
 - `initial_load_path` is a folder of DCP or Hugging Face. It is read while the run has no step.
 - `keep_latest_k` is the repository's retention, which rank 0 applies.
+- A step has the numbers of torchtitan's `train_state` as metadata, such as `step` and `ntokens_seen`. Set
+  `manager.metadata` before a save to add others, such as the loss.
 - A step that was already saved is saved again, because torchtitan would overwrite its files.
 - A final export in Hugging Face's format goes to `folder`. torchtitan itself writes it.
 
@@ -25,11 +27,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
+from torchtitan.components.checkpointer import MODEL, TRAIN_STATE, AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from headrace.checkpoint.dcp.writer import step_of
+from headrace.checkpoint.format.metadata import Metadata
+from headrace.checkpoint.frameworks.metrics import scalars
 from headrace.checkpoint.ranks import Ranks
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.collect import Retention
@@ -55,6 +59,7 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
 
     def __init__(self, config: Config, **options: Any) -> None:
         super().__init__(config, **options)
+        self.metadata: dict[str, Any] = {}
         if not self.enable:
             return
         if not config.url or not config.run:
@@ -77,7 +82,12 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         writer = RepositoryWriter(
-            self._url, run=self._run, step=step_of(checkpoint_id), overwrite=True, storage_options=self._options
+            self._url,
+            run=self._run,
+            step=step_of(checkpoint_id),
+            overwrite=True,
+            metadata=self._step_metadata(),
+            storage_options=self._options,
         )
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, storage_writer=writer)
@@ -95,6 +105,12 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return done
+
+    def _step_metadata(self) -> Metadata:
+        """The numbers of the trainer's own state, and what `metadata` was set to."""
+        trainer = self.states.get(TRAIN_STATE)
+        own = trainer.state_dict() if hasattr(trainer, "state_dict") else {}
+        return scalars({**own, **self.metadata})
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:

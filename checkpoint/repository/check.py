@@ -18,7 +18,7 @@ from typing import Any
 
 from headrace.checkpoint.format import artifacts, codec, names, pack
 from headrace.checkpoint.format.manifest import Chunk, Manifest
-from headrace.checkpoint.format.metadata import Metadata
+from headrace.checkpoint.format.metadata import Metadata, given
 from headrace.checkpoint.repository import descriptions, fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step, open_step
@@ -270,7 +270,7 @@ def describe(
         sum(m.bytes_deduplicated for m in ranks),
         dict(encodings),
         [line for m in ranks for line in _lines(m)] if tensors else [],
-        ranks[0].metadata,
+        given(ranks[0].metadata),
         descriptions.read(store, run, ranks[0].description),
         sorted((name, m.rank, tensor.nbytes) for m in ranks for name, tensor in artifacts.of_manifest(m)),
         positions(ranks[0].tree),

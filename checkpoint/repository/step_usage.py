@@ -97,6 +97,11 @@ def step_usage(
         NotFoundError: There is no repository, or no such run.
     """
     lines = sorted(survey(store, run, clock).steps, key=lambda line: (line.run, line.timeline, line.step))
+    return usage_of(store, lines, by_group=by_group)
+
+
+def usage_of(store: Store, lines: Iterable[StepLine], *, by_group: bool = False) -> list[StepUsage]:
+    """As `step_usage`, of these steps. A chunk that only steps outside of `lines` share counts as unique."""
     counts, found = _Owners(), list[tuple[StepUsage, int, dict[str, int]]]()
     for line in lines:
         with suppress(CorruptionError, NotFoundError, UnsupportedError):

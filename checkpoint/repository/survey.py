@@ -11,7 +11,7 @@ leases are compared with this machine's clock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +39,7 @@ from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.repository.inventory import SeenLease, many
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE
 from headrace.checkpoint.repository.retention import is_over
+from headrace.checkpoint.repository.timeline import Segment
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import (
     AccessDeniedError,
@@ -70,7 +71,8 @@ class StepLine:
     """One committed step. Byte counts are sums over all ranks.
 
     `seconds`: from the beginning of the save to its commit, by the clocks of two processes; 0 if the step was saved by an
-    older version. `description`: the digest of its description, or "".
+    older version. `description`: the digest of its description, or "". `stall`: seconds for which `save` blocked rank 0; None
+    if they were not recorded.
     """
 
     run: str
@@ -86,6 +88,7 @@ class StepLine:
     seconds: float = 0.0
     metadata: Metadata = field(default_factory=dict)
     description: str = ""
+    stall: float | None = None
 
     @property
     def base(self) -> Base:
@@ -152,6 +155,30 @@ def survey(store: Store, run: str | None = None, clock: Clock = SYSTEM_CLOCK) ->
     return report
 
 
+def survey_steps(
+    store: Store,
+    chosen: Mapping[str, list[StepName]],
+    branches: Mapping[str, Sequence[Segment]],
+    clock: Clock = SYSTEM_CLOCK,
+) -> Report:
+    """List only these steps of each run, and their attempts. Nothing is read of other steps.
+
+    `branches`: the newest branch of each run, which decides which steps are current.
+    """
+    report = Report()
+    now = _StoreTime(store, next(iter(chosen), ""), clock)
+    for run, steps in chosen.items():
+        outcomes = list(many(partial(_survey_step, store, run, now), steps))
+        segments = branches.get(run, ())
+        current = {base for each in outcomes if (base := each.base) is not None and _is_in(base, segments)}
+        _add(run, outcomes, current, report)
+    return report
+
+
+def _is_in(base: Base, segments: Sequence[Segment]) -> bool:
+    return any(base.timeline == each.timeline and (each.upto is None or base.step <= each.upto) for each in segments)
+
+
 def _survey_run(store: Store, run: str, report: Report, now: Callable[[], float]) -> None:
     for number in timeline.lost(store, run):
         steps = timeline.steps(store, run, number)
@@ -162,7 +189,10 @@ def _survey_run(store: Store, run: str, report: Report, now: Callable[[], float]
         StepName(number, at) for number in timeline.numbers(store, run) for at in timeline.steps(store, run, number)
     ]
     outcomes = list(many(partial(_survey_step, store, run, now), listed))
-    current = _current(store, run, outcomes, report)
+    _add(run, outcomes, _current(store, run, outcomes, report), report)
+
+
+def _add(run: str, outcomes: Sequence[_SurveyedStep], current: Container[Base], report: Report) -> None:
     for outcome in outcomes:
         report.unfinished += outcome.unfinished
         if outcome.problem is not None:
@@ -253,6 +283,7 @@ def _line(
         max(when - names.time_of(base.attempt), 0.0) if when else 0.0,
         decision.values(),
         decision.description,
+        decision.stall(),
     )
 
 

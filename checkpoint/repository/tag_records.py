@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import ClassVar
 
 import msgspec
@@ -94,6 +95,16 @@ def _read_current(store: Store, records: Iterator[ObjectInfo]) -> Iterator[Tag]:
         if tag.removed:
             return
         yield tag
+
+
+def newest(store: Store, limit: int, without: str) -> list[Tag]:
+    """The tags by name, at most `limit`, but for those whose names begin with `without`. One request for each tag."""
+    infos = [records[0][1] for name, records in listed(store).items() if not name.startswith(without)]
+    found = list[Tag]()
+    for info in infos[:limit]:
+        with suppress(NotFoundError):  # another process moved the tag
+            found.append(read(store, info.key, Tag))
+    return [tag for tag in found if not tag.removed]
 
 
 def find(store: Store, name: str) -> Tag:

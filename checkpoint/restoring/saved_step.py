@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 
 from headrace.checkpoint.format.chunking import Box, whole
+from headrace.checkpoint.format.metadata import given
 from headrace.checkpoint.repository import descriptions
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.fetch import Step
@@ -108,7 +109,7 @@ class SavedStep(Mapping[str, Any]):
     @property
     def metadata(self) -> dict[str, int | float | bool | str | None]:
         """The metadata that the step was saved with."""
-        return dict(self._opened.manifests[0].metadata)
+        return given(self._opened.manifests[0].metadata)
 
     @property
     def description(self) -> dict[str, Any]:

@@ -113,6 +113,12 @@ def is_sealed(data: bytes) -> bool:
     return _SEAL.search(data) is not None
 
 
+def digest_of(data: bytes) -> str:
+    """The digest at the end of a sealed document, in hexadecimal digits; "" if the document has none."""
+    match = _SEAL.search(data)
+    return "" if match is None else match[1].decode()
+
+
 def unseal(data: bytes, name: str) -> bytes:
     """Check the digest, and return the document without it."""
     match = _SEAL.search(data)

@@ -18,7 +18,7 @@ import torch
 
 from headrace.checkpoint import Checkpointer, Keep, attachments, read, read_artifact, recording
 from headrace.checkpoint import artifacts as reading
-from headrace.checkpoint.format.metadata import Metadata
+from headrace.checkpoint.format.metadata import STALL, Metadata
 from headrace.checkpoint.repository import check, collect, descriptions, survey
 from headrace.checkpoint.repository import steps as repository
 from headrace.dataio.cli import main
@@ -77,6 +77,20 @@ def test_a_change_of_the_mapping_after_save_changes_nothing(tmp_path: Path) -> N
         metadata["loss"] = 2.0
         handle.result(SECONDS)
     assert lines_of(tmp_path)[1].metadata == {"loss": 1.0}
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_the_stall_is_recorded_apart_from_what_the_user_gave(record: bool, tmp_path: Path) -> None:
+    full: Metadata = {f"entry {number}": number for number in range(64)}
+    with open_at(tmp_path, record=record) as checkpointer:
+        first = checkpointer.save(1, {"epoch": 1}, metadata={"loss": 1.0}).result(SECONDS)
+        checkpointer.save(2, {"epoch": 2}, metadata=full).result(SECONDS)
+        with pytest.raises(UsageError, match="recorded by Headrace itself"):
+            checkpointer.save(3, {"epoch": 3}, metadata={STALL: 1.0})
+    found = lines_of(tmp_path)
+    assert found[1].stall == (first.stall if record else None)
+    assert (found[1].metadata, found[2].metadata) == ({"loss": 1.0}, full)
+    assert found[2].stall is None  # there was no room for it
 
 
 def test_only_the_metadata_of_rank_0_counts_whichever_rank_decides(tmp_path: Path) -> None:

@@ -76,11 +76,13 @@ def queued(folder: Path, repo: str) -> str | None:
     """What the finalization of a save raised."""
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    queue, strategy = AsyncCallsQueue(), FullyParallelSaveStrategyWrapper(RepositorySave(repo, run="exp"))
+    ours = RepositorySave(repo, run="exp")
+    queue, strategy = AsyncCallsQueue(), FullyParallelSaveStrategyWrapper(ours)
     for step in (11, 12):
         where, given = folder.with_name(f"iter_{step:07}"), state(True)
         where.mkdir(parents=True, exist_ok=True)
         dist.barrier()
+        ours.metadata = {"step": step}
         queue.schedule_async_request(dist_checkpointing.save(given, where, strategy, async_sharded_save=True))
         given["weight"].data.fill_(step)
         given["rng"].data["torch"].fill_(0)
@@ -100,7 +102,7 @@ def main(folder: str, repo: str, what: str) -> None:
     elif what == "save":
         Path(folder).mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        strategy = FullyParallelSaveStrategyWrapper(RepositorySave(repo, run="exp"))
+        strategy = FullyParallelSaveStrategyWrapper(RepositorySave(repo, run="exp", metadata={"loss": 2.5}))
         dist_checkpointing.save(state(True), folder, strategy)
         print(json.dumps({"saved": sorted(path.name for path in Path(folder).iterdir())}), flush=True)
         return

@@ -87,6 +87,7 @@ class Run:
             self.schedule.step()
             self.trainer.step += 1
             self.loader.position += 1
+            self.manager.metadata = {"loss": 1 / self.trainer.step, "histogram": [1, 2]}
             self.manager.save(self.trainer.step, last_step=last and self.trainer.step == upto)
             self.manager.maybe_wait_for_staging()
         self.manager.maybe_wait_for_saving()

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
-from headrace.checkpoint import Checkpointer
+from headrace.checkpoint import Checkpointer, read
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter, document
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.restoring import dcp_names
@@ -147,3 +147,14 @@ def test_ranks_of_a_process_group_get_their_own_values_and_the_coordinators_step
             assert found.pop("step latest") == second
             assert found.pop("race 2 ['latest']" if rank == 2 else "race 2 []") == second  # the race took place
         assert not found
+
+
+def test_a_step_has_the_metadata_of_its_writer(tmp_path: Path) -> None:
+    writer = RepositoryWriter(str(tmp_path), run="a", metadata={"loss": 2.5, "note": "ok"})
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id="step-1")
+    writer.metadata = {"loss": 1.5}
+    dcp.async_save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id="step-2", no_dist=True).result()
+    with read(tmp_path, run="a", step=1) as first, read(tmp_path, run="a", step=2) as second:
+        assert (first.metadata, second.metadata) == ({"loss": 2.5, "note": "ok"}, {"loss": 1.5})
+    with pytest.raises(UsageError, match=r"value\.item\(\)"):
+        writer.metadata = {"loss": torch.ones(1)}

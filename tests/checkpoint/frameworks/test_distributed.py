@@ -34,6 +34,8 @@ def test_torchtitan_resumes_from_the_repository_as_if_it_had_never_stopped(tmp_p
     assert not list((tmp_path / "dump").rglob("*.distcp"))
     with Checkpointer(repo, run="exp", sidecar=None) as checkpointer:
         kept = checkpointer.steps()
+    with read(repo, run="exp", step=6) as saved:
+        assert saved.metadata == {"step": 6, "loss": 1 / 6}
     assert kept in ([6, 8], [4, 6, 8])  # two, and what came before an asynchronous save that was still on its way
 
 
@@ -42,6 +44,8 @@ def test_megatron_core_saves_with_two_ranks_and_loads_with_two_and_with_one(tmp_
     folder, repo = str(tmp_path / "iter_0000012"), str(tmp_path / "repo")
     saved = launch(2, "tests.support.megatron_ranks", folder, repo, "save")
     assert saved[0][0]["saved"] == ["common.pt", "metadata.json"]
+    with read(repo, run="exp", step=12) as step:
+        assert step.metadata == {"loss": 2.5}
     keys = ["bias", "rng/shard_0_2", "rng/shard_1_2", "weight"]
     good = {"weight": True, "bias": True, "iteration": 12, "keys": keys}
     assert launch(1, "tests.support.megatron_ranks", folder, repo, "load") == [[good]]
@@ -58,6 +62,9 @@ def test_megatron_cores_queue_of_asynchronous_saves_holds_what_was_there_when_ea
         assert "not a directory" in failed["raised"].lower()
     with Checkpointer(repo, run="exp", sidecar=None) as checkpointer:
         assert checkpointer.steps() == [11, 12]
+    for step in (11, 12):
+        with read(repo, run="exp", step=step) as found_step:
+            assert found_step.metadata == {"step": step}
 
 
 def test_torch_checkpointing_keeps_the_files_of_two_ranks_in_one_step(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from headrace.checkpoint import Checkpointer
+from headrace.checkpoint import Checkpointer, read
 from headrace.dataio.core.errors import CorruptionError, UsageError
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the frameworks' own
@@ -330,12 +330,16 @@ def test_accelerate_keeps_its_whole_state_in_the_repository(tmp_path: Path) -> N
         first = made(checkpointer, 1)
         step(first)
         folder = str(tmp_path / "step_12")
-        first[0].save_state(folder)
+        first[0].save_state(folder, metadata={"loss": 2.5})
         saving = checkpointer.last_save_of(12)
         assert saving is not None
         saving.result(60)  # the folder is there when the step is
         left = sorted(path.name for path in (tmp_path / "step_12").iterdir())
         assert left == ["headrace-step.json", "random_states_0.pkl"]
+        with read(str(tmp_path / "repo"), run="exp", step=12) as saved:
+            assert saved.metadata == {"loss": 2.5}
+        with pytest.raises(UsageError, match=r"value\.item\(\)"):
+            first[0].save_state(str(tmp_path / "step_13"), metadata={"loss": torch.ones(1)})
         assert len(first[0]._optimizers) == len(first[0]._schedulers) == len(first[0]._custom_objects) == 1
         straight = [step(first) for _ in range(3)]  # with dropout: the generators must be the same too
         second = made(checkpointer, 2)
