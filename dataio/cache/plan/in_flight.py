@@ -47,7 +47,7 @@ class InFlight:
     def launch(self, file: CacheFile, numbers: Iterable[int], out: list[Instruction], stream: int) -> None:
         for number in numbers:
             offset, length = file.part(number)
-            adopted = number in file.adopted
+            adopted = number >= 0 and number in file.adopted
             file.in_flight[number] = []
             self._tiers.in_flight_bytes += length
             if adopted:
