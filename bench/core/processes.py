@@ -9,6 +9,7 @@ Failure behaviour: a daemon that does not start raises `RuntimeError`.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -140,8 +141,15 @@ class Server:
 
     def sent(self) -> int:
         """The bytes of all response bodies so far."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/sent", timeout=30) as answer:
-            return int(answer.read())
+        return int(self._ask("sent"))
+
+    def files(self) -> dict[str, tuple[int, int]]:
+        """For each path, the requests so far whose answers had a body, and the bytes of these bodies."""
+        return {path: (gets, size) for path, (gets, size) in json.loads(self._ask("files")).items()}
+
+    def _ask(self, what: str) -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/-/{what}", timeout=30) as answer:
+            return bytes(answer.read())
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
     python -m headrace.bench.core.range_server DIRECTORY [BYTES_PER_SECOND [SECONDS_OF_DELAY]]
 
-It prints its port. The response to `GET /-/sent` is the number of bytes of all bodies so far. The server has one
-process and one thread, and listens on loopback only. A listing (version 2) has one page.
+It prints its port. The response to `GET /-/sent` is the number of bytes of all bodies so far. That to `GET /-/files` is a
+JSON object: for each path, the number of requests with a body, and the bytes of these. The server has one process and
+one thread, and listens on loopback only. A listing (version 2) has one page.
 
 Invariants: all connections share the bandwidth. Each request is delayed by one round trip, and the first one of a
 connection by two. If a client closes the connection during a response, only the bytes that its machine has acknowledged
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import struct
@@ -59,7 +61,8 @@ class RangeServer:
     """
 
     def __init__(self, root: Path, rate: float = 0.0, delay: float = 0.0) -> None:
-        self._root, self._rate, self._delay, self.sent = root, rate, delay, 0
+        self._root, self._rate, self._delay = root, rate, delay
+        self.sent, self.files = 0, dict[str, list[int]]()
         self._free_at = 0.0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -85,8 +88,8 @@ class RangeServer:
         if method == "GET" and query_values.get("list-type") == "2":
             await self._respond(connection, 200, self._listing(path.strip("/"), query_values))
             return
-        if path == "-/sent":
-            await self._respond(connection, 200, str(self.sent))
+        if path in ("-/sent", "-/files"):
+            await self._respond(connection, 200, str(self.sent) if path == "-/sent" else json.dumps(self.files))
             return
         file = self._root / path
         if method not in ("GET", "HEAD") or not file.is_file() or ".." in path.split("/"):
@@ -137,12 +140,15 @@ class RangeServer:
             f"HTTP/1.1 {status}\r\nContent-Length: {end - first}\r\n{span}Accept-Ranges: bytes\r\n"
             f'ETag: "{stat.st_mtime_ns:x}"\r\nLast-Modified: {formatdate(stat.st_mtime, usegmt=True)}\r\n\r\n'.encode()
         )
+        counts = self.files.setdefault(file.relative_to(self._root).as_posix(), [0, 0])
+        counts[0] += body
         fd = os.open(file, os.O_RDONLY)
         try:
             while body and first < end:
                 data = os.pread(fd, min(CHUNK, end - first), first)
                 await self._throttle(len(data))
                 self.sent += len(data)
+                counts[1] += len(data)
                 await connection.write(data)
                 first += len(data)
         finally:

@@ -169,10 +169,17 @@ def _has_shifted(known_wants: Sequence[Want], due: DueTimes) -> bool:
 
 
 def _group_neighbours(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
-    """Yield groups of neighbours in `upcoming`, which usually belong to one sample, as (first index, key, ranges)."""
+    """Yield groups of neighbours in `upcoming`, which usually belong to one sample, as (first index, key, ranges).
+
+    The ranges of a part of a file, from its first empty range to the next one, are a group of their own.
+    """
     first_index, key, ranges, size = 0, "", list[tuple[int, int]](), 0
     for number, (name, offset, length) in enumerate(upcoming):
-        if ranges and (name != key or size + length > at_most or offset < ranges[-1][0]):
+        in_part = bool(ranges) and not ranges[0][1]
+        part_ended = in_part and len(ranges) > 1 and not ranges[-1][1]
+        too_long = size + length > at_most and not in_part
+        begins = part_ended or too_long or (not length and not in_part)
+        if ranges and (begins or name != key or offset < ranges[-1][0]):
             yield first_index, key, tuple(ranges)
             first_index, ranges, size = number, [], 0
         key, size = name, size + length

@@ -170,11 +170,15 @@ class PersistentFile(BlockFile):
 
 
 class AdoptedFile(msgspec.Struct, frozen=True):
-    """A file of an earlier daemon, its object, and the blocks that its map lists."""
+    """A file of an earlier daemon, its object, and the blocks that its map lists.
+
+    `unlisted`: the bytes on the disk that are in none of these blocks, such as extents. They are counted and not read.
+    """
 
     object: ObjectId
     file: PersistentFile
     blocks: set[int]
+    unlisted: int = 0
 
 
 def create_persistent(directory: Path, obj: ObjectId, block_bytes: int, pool: DescriptorPool) -> PersistentFile:
@@ -230,7 +234,10 @@ def _adopt_file(
         raise ValueError(f"{stem}.blocks is not the file that its map describes")
     count = -(-obj.size // block_bytes)
     blocks = {block for block, _ in _RECORD.iter_unpack(records) if block < count}
-    return AdoptedFile(obj, PersistentFile(pool, folder, stem, size=obj.size, records=records), blocks)
+    listed = sum(min(block_bytes, obj.size - block * block_bytes) for block in blocks)
+    unlisted = status.st_blocks * 512 - listed
+    file = PersistentFile(pool, folder, stem, size=obj.size, records=records)
+    return AdoptedFile(obj, file, blocks, unlisted if unlisted > block_bytes // 4 else 0)  # else it is rounding
 
 
 def _read_map(path: str, block_bytes: int) -> tuple[ObjectId, bytes]:
@@ -293,7 +300,10 @@ class SupersededError(Exception):
 
 
 class PendingBlock:
-    """A block that is being fetched into a file. Safe to share between the threads of its attempts."""
+    """A part that is being fetched into a file. Safe to share between the threads of its attempts.
+
+    Only blocks get a record in the file's map. An extent has a `block` below 0.
+    """
 
     __slots__ = ("_block", "_file", "_lock", "_start", "_written")
 
@@ -310,7 +320,8 @@ class PendingBlock:
         with self._lock:
             if not self._written:
                 self._write(self._start, view)
-                self._file.wrote(self._block, digest(view) if isinstance(self._file, PersistentFile) else 0)
+                if self._block >= 0:
+                    self._file.wrote(self._block, digest(view) if isinstance(self._file, PersistentFile) else 0)
                 self._written = True
 
     def write_piece(self, offset: int, piece: memoryview) -> None:
@@ -329,7 +340,7 @@ class PendingBlock:
     def finish(self, block_digest: int) -> None:
         """Complete the block after all pieces are written; `block_digest` is their digest."""
         with self._lock:
-            if not self._written:
+            if not self._written and self._block >= 0:
                 self._file.wrote(self._block, block_digest)
             self._written = True
 

@@ -414,7 +414,7 @@ class Engine:
     def _adopt(self) -> None:
         """Adopt the files of an earlier engine."""
         for tier, adopted_file in self._disks.remaining():
-            file = self._plan.adopt(adopted_file.object, adopted_file.blocks, tier)
+            file = self._plan.adopt(adopted_file.object, adopted_file.blocks, tier, unlisted=adopted_file.unlisted)
             if file is None:
                 adopted_file.file.unlink()
             else:

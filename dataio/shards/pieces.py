@@ -6,7 +6,7 @@ pieces. It does no I/O. Design note 0022 gives the reasons.
 Invariants:
 
 * A file of `MIN_FILE_BYTES` or more has pieces. Their size is `MIN_PIECE_BYTES`, or the smallest larger power of two
-  that gives at most `MAX_PIECES` pieces. The digests of a file therefore take at most 16 KiB.
+  that gives at most `MAX_PIECES` pieces. The digests of a file therefore take at most 64 KiB.
 * Readers use stored pieces only after `find_fault` found them valid.
 
 Failure behaviour: none. Callers raise errors that name the file.
@@ -23,8 +23,8 @@ from headrace.dataio.core import limits
 from headrace.dataio.shards.sample import Pieces
 
 MIN_FILE_BYTES = 1 * limits.MIB
-MIN_PIECE_BYTES = 256 * limits.KIB
-MAX_PIECES = 2048
+MIN_PIECE_BYTES = 64 * limits.KIB
+MAX_PIECES = 8192
 _DIGEST = 8
 
 Runs = tuple[tuple[int, int], ...]

@@ -220,7 +220,7 @@ class SidecarReader:
             if key != name:
                 cached_file = self._cached_files.get(key)
                 name, first, end = key, *((cached_file.first, cached_file.end) if cached_file is not None else (0, -1))
-            if offset < first or offset + length > end:
+            if length and (offset < first or offset + length > end):  # an empty range bounds a file
                 return False
         return True
 

@@ -50,7 +50,7 @@ from headrace.loaders.decode.mp4 import (
     ticks_per_second,
     tracks,
 )
-from headrace.loaders.fetch.partial_file import Media
+from headrace.loaders.fetch.partial_file import Media, Partial
 
 FEW = 2_000
 """Frames. For shorter videos, libav reads the tables as quickly."""
@@ -74,6 +74,15 @@ class Excerpt:
 
     def __len__(self) -> int:
         return len(self._head) + len(self._data) + len(self._tail)
+
+    def present_until(self, start: int, end: int) -> int:
+        """The end of the bytes from `start` on, at most `end`, that need no fetch (`Partial`)."""
+        before = len(self._head)
+        low, high = start - before, min(end - before, len(self._data))
+        if not isinstance(self._data, Partial) or not low < high or high <= 0:
+            return end
+        until = self._data.present_until(max(0, low), high)
+        return end if until == len(self._data) else before + until
 
     def __getitem__(self, key: slice) -> memoryview:
         start, end, _ = key.indices(len(self))

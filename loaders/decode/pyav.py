@@ -36,7 +36,7 @@ from msgspec.structs import replace
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError
 from headrace.dataio.shards.media import bitstream, images
-from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS, has_decode_order
 from headrace.dataio.shards.sample import VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
@@ -44,7 +44,7 @@ from headrace.loaders.decode.base import Color, Decoded, Request, cropped_clip_b
 from headrace.loaders.decode.convert import Canvas, Converter, FullSizeCanvas, OnePassCanvas, Paintable
 from headrace.loaders.decode.planes import PlanesCanvas, Samples
 from headrace.loaders.decode.registry import register_decoder
-from headrace.loaders.decode.trim import NoStartError, Window, has_decode_order, open_window
+from headrace.loaders.decode.trim import NoStartError, Window, open_window
 
 _WITH_MESSAGES = frozenset(["h264", "hevc"])
 _SKIPPING = frozenset(["h264", "hevc"])
@@ -213,7 +213,7 @@ def _attempts(request: Request) -> Iterator[tuple[Request, bool, bool]]:
     - from the first key frame;
     - without the stream's supplemental messages, since some encoders write messages that strict decoders reject.
     """
-    if has_decode_order(request):
+    if has_decode_order(request.info.format, request.info.codec):
         yield request, True, False
     keys = request.info.key_frames
     at = keys.index(request.wanted.key) if request.wanted.key in keys else 0

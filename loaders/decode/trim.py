@@ -44,13 +44,13 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError
 from headrace.dataio.shards.media import bitstream
 from headrace.dataio.shards.media.bitstream import is_shown
-from headrace.dataio.shards.media.container import check_complete, demuxed
+from headrace.dataio.shards.media.container import DEMUXER_OF, check_complete, demuxed
 from headrace.dataio.shards.sample import KeyFrame, VideoInfo
 from headrace.loaders.cancellation import check_cancelled
 from headrace.loaders.clip import Wanted
 from headrace.loaders.decode.base import MAX_CLIP_BYTES, Request
 from headrace.loaders.decode.mp4_excerpt import Excerpt, excerpt, pays
-from headrace.loaders.fetch.partial_file import Media
+from headrace.loaders.fetch.partial_file import Media, Partial
 
 _EXPANDED = 4
 _CUT_OFF, _BLOCK = 2, 128
@@ -58,7 +58,6 @@ _REORDERED = 4096
 """Limit in frames. Codecs show a frame at most a few tens of frames after it is decoded."""
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
 _DEMUXERS = "mov,matroska,avi,wav,w64,flac,mp3,ogg"
-_DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
 # the index lists the first frame's size; a later frame may be a decompression bomb
 _DECODING = {"max_pixels": str(limits.FRAME_PIXELS)}
 _EXPLODING = {"err_detect": "crccheck+explode"}
@@ -69,8 +68,6 @@ H.264 gets the strict settings if decoding begins at an instantaneous decoder re
 lack earlier references, which is harmless. For other codecs the settings make no difference."""
 _READ_BYTES = 1 << 16
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
-_WITH_DECODE_TIMES = frozenset(["mp4", "m4v", "mov"])
-_IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])
 _NEVER = -(1 << 63)
 """The time of a frame without a time stamp. It sorts before all others."""
 
@@ -119,8 +116,10 @@ class ViewFile(io.RawIOBase):
         return True
 
     def read(self, size: int = -1) -> bytes:
-        end = len(self._data) if size < 0 else self._at + size
+        end = len(self._data) if size < 0 else min(self._at + size, len(self._data))
         try:
+            if isinstance(self._data, Partial) and size > 0:  # libav asks for more than it needs
+                end = self._data.present_until(self._at, end)
             chunk = bytes(self._data[self._at : end])
         except Exception as error:
             self.failed = self.failed or error
@@ -160,7 +159,7 @@ def open_media(
     if trusting:
         options["codec_whitelist"] = "none"  # affects only the decoders that probe, not those that decode clips
     try:
-        demuxer = _DEMUXER_OF.get(ext) if trusting else None
+        demuxer = DEMUXER_OF.get(ext) if trusting else None
         with av.open(
             file, "r", demuxer, metadata_errors="replace", buffer_size=_READ_BYTES, options=options
         ) as container:  # titles may have any encoding
@@ -232,11 +231,6 @@ def _shifted(packets: Packets, begin: int) -> Packets:
         shift = begin - packet.pts if shift is None else shift
         packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
         yield packet
-
-
-def has_decode_order(request: Request) -> bool:
-    """Whether the container stores decode times, or the codec decodes frames in the order in which they are shown."""
-    return request.info.format in _WITH_DECODE_TIMES or request.info.codec in _IN_ORDER
 
 
 def _read_window(container: av.container.InputContainer, request: Request) -> Window | None:

@@ -22,6 +22,8 @@ MOST = 0.5
 """A file is read whole if a clip needs a larger fraction of it."""
 _READ_AHEAD_BYTES = 64 * limits.KIB
 """Bytes that a demuxer reads at a time, including bytes that it does not need."""
+_REORDERED = 3
+"""Frames by which the order of decoding may differ from the order of display."""
 _AUDIO_MARGIN = Fraction(1, 2)
 """Seconds by which audio may be stored before or after the video of the same time. It includes the audio that codecs
 need before the window."""
@@ -121,11 +123,27 @@ def window_bytes(video: VideoInfo, length: int) -> int:
 
 
 def of_clip(video: VideoInfo, wanted: Wanted, length: int) -> Span:
-    """The bytes from the clip's key frame to the first key frame after the clip."""
+    """The bytes from the clip's key frame to the first key frame after the clip.
+
+    They include the beginning of that key frame if the clip ends less than `_REORDERED` frames before it. Decoders read
+    it then, to know that all frames of the clip have come.
+    """
     last = wanted.values[-1]
     first_key = bisect_right(video.key_frames, wanted.key.index, key=_index) - 1
     next_key = bisect_right(video.key_frames, last, key=_index if wanted.by == "index" else _pts)
-    return _span_between(video, first_key, next_key, length)
+    return _span_between(video, first_key, next_key, length, _bytes_after(video, wanted, next_key))
+
+
+def _bytes_after(video: VideoInfo, wanted: Wanted, next_key: int) -> int:
+    """The bytes that are read of the key frame after a clip."""
+    if next_key == len(video.key_frames):
+        return 0
+    following, last = video.key_frames[next_key], wanted.values[-1]
+    if wanted.by == "index":
+        is_near = following.index - last < _REORDERED
+    else:
+        is_near = (following.pts - last) * video.time_base * video.fps < _REORDERED
+    return _READ_AHEAD_BYTES if is_near else 0
 
 
 def of_time(video: VideoInfo, start: Fraction, end: Fraction, length: int) -> Span:
@@ -153,10 +171,12 @@ def explain(sample: Sample, clip: Clip, *, with_audio: bool) -> str:
     return f"reading: about {part} of its {total} for a clip"
 
 
-def _span_between(video: VideoInfo, first_key: int, next_key: int, length: int) -> Span:
+def _span_between(
+    video: VideoInfo, first_key: int, next_key: int, length: int, more: int = _READ_AHEAD_BYTES
+) -> Span:
     keys = video.key_frames
     begin = keys[max(0, first_key)].at
-    end = keys[next_key].at + _READ_AHEAD_BYTES if next_key < len(keys) else length
+    end = keys[next_key].at + more if next_key < len(keys) else length
     return max(0, begin), min(length, end if end > begin else begin + _READ_AHEAD_BYTES)
 
 

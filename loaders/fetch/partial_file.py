@@ -57,6 +57,18 @@ class Marked(Media, Protocol):
     def marks(self) -> Sequence[tuple[int, int]]: ...
 
 
+@runtime_checkable
+class Partial(Media, Protocol):
+    """A file of which some bytes must be fetched first."""
+
+    def present_until(self, start: int, end: int) -> int:
+        """The end of the bytes from `start` on, at most `end`, that can be read without a fetch.
+
+        If the first of them must be fetched, the end of its piece.
+        """
+        ...
+
+
 class PartialFile:
     """The file `member` of the object `name`.
 
@@ -109,10 +121,22 @@ class PartialFile:
         head, tail = self._piece(first)[start - first * size :], self._piece(last)[: end - last * size]
         return memoryview(b"".join([head, *inner, tail]))
 
+    def present_until(self, start: int, end: int) -> int:
+        """The end of the bytes from `start` on, at most `end`, that are in memory (`Partial`)."""
+        return _present_until(self._pieces.size, start, end, self._has)
+
     def prefetch(self, runs: Runs) -> None:
-        """Fetch these pieces in one request. If the store lacks a piece, the error is raised when it is accessed."""
+        """Fetch these pieces in one request. If the store lacks a piece, the error is raised when it is accessed.
+
+        Pieces of the head are kept for later clips, even if this clip does not access them.
+        """
         with contextlib.suppress(NotFoundError, RangeError):
             self._fetch(self._heads.uncached(self._name, self._member, runs))
+        for first, count in self._pieces.head:
+            for number in self._unchecked.keys() & range(first, first + count):
+                if matches(self._pieces, number, self._unchecked[number]):
+                    self._checked[number] = self._unchecked.pop(number)
+                    self._heads.put(self._name, self._member, number, self._checked[number])
 
     def sent_pieces(self) -> SentPieces:
         """The verified pieces in memory, for another process."""
@@ -202,6 +226,14 @@ class PartialFile:
                 self._unchecked[first + at // size] = view[at : at + size]
 
 
+def _present_until(size: int, start: int, end: int, has: Callable[[int], bool]) -> int:
+    """The end of the pieces of `size` bytes from `start` on that `has` accepts, at most `end`; of one piece at least."""
+    number = start // size + 1
+    while number * size < end and has(number):
+        number += 1
+    return min(end, number * size)
+
+
 # --- the file in another process, which cannot fetch
 
 
@@ -235,6 +267,10 @@ class SentFile:
     def marks(self) -> Sequence[tuple[int, int]]:
         """The index's marks (`Pieces.marks`)."""
         return self._sent.marks
+
+    def present_until(self, start: int, end: int) -> int:
+        """The end of the bytes from `start` on, at most `end`, that were sent (`Partial`)."""
+        return _present_until(self._sent.size, start, end, self._sent.pieces.__contains__)
 
     def __getitem__(self, key: slice) -> memoryview:
         start, end, _ = key.indices(len(self))

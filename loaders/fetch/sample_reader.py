@@ -88,7 +88,7 @@ class StoreReader:
 
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         buffers = [memoryview(bytearray(length)) for _, length in ranges]
-        self._store.get_ranges_into(key, [(start, b) for (start, _), b in zip(ranges, buffers, strict=True)])
+        self._store.get_ranges_into(key, [(start, b) for (start, _), b in zip(ranges, buffers, strict=True) if b])
         return [buffer.toreadonly() for buffer in buffers]
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
@@ -144,7 +144,7 @@ class SampleReader:
         file = PartialFile(
             shard,
             member,
-            read=functools.partial(self._reader.read, shard),
+            read=functools.partial(self._read_part, shard, member),
             read_direct=functools.partial(self._direct.read, shard),
             read_later=functools.partial(self._direct.read_later, shard),
             describe=functools.partial(describe_damage, self._store, shard),
@@ -152,6 +152,10 @@ class SampleReader:
         )
         file.prefetch(runs)
         return file
+
+    def _read_part(self, shard: str, member: Member, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Read ranges of a long file. The cache learns where the file begins and ends."""
+        return self._reader.read(shard, _within_file(member, ranges))[1:-1]
 
     def fetch_into(self, files: Files, memory: memoryview) -> int:
         """Read files of a sample into writable `memory`, one after the other. `memory` must be long enough.
@@ -207,7 +211,10 @@ class SampleReader:
         return found
 
     def ranges(self, sample: Sample, needs: Needs) -> list[Range]:
-        """The ranges that `fetch` reads, as far as the index predicts them, without the pieces that are in memory."""
+        """The ranges that `fetch` reads, as far as the index predicts them, without the pieces that are in memory.
+
+        Those of a long file begin and end with an empty range.
+        """
         predicted = list[Range]()
         for member in sample.members:
             if member.ext not in needs:
@@ -217,7 +224,9 @@ class SampleReader:
                 predicted.append((sample.shard, member.offset, member.length))
             else:
                 missing = self._heads.uncached(sample.shard, member, runs)
-                predicted += [(sample.shard, offset, length) for offset, length in byte_ranges.ranges(member, missing)]
+                if missing:
+                    part = _within_file(member, byte_ranges.ranges(member, missing))
+                    predicted += [(sample.shard, offset, length) for offset, length in part]
         return predicted
 
     def announce(self, upcoming: Sequence[Range]) -> None:
@@ -254,6 +263,11 @@ class SampleReader:
         """The error for a shard that is missing, or too short for a range. Of a joined shard, it names the object."""
         name = describe_damage(self._store, shard, *(member.offset for member in members))
         return CorruptionError(f"{name}: {error.message}", hint=error.hint)
+
+
+def _within_file(member: Member, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """These ranges of a file, between an empty range at its beginning and one at its end (`ShardReader.read`)."""
+    return [(member.offset, 0), *ranges, (member.offset + member.length, 0)]
 
 
 def _pieces(files: Files, memory: memoryview) -> list[tuple[int, memoryview]]:

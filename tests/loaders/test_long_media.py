@@ -140,7 +140,7 @@ def test_what_a_clip_reads_was_foreseen(films: Path, name: str, few: int, monkey
 def test_a_loader_says_how_much_of_a_film_a_clip_reads(films: Path) -> None:
     with VideoLoader(films / "ds", 1, clip=CLIP, sidecar=None) as loader:
         explanations = {sample.key: loader.explain(sample) for sample in loader.dataset.samples(range(4))}
-    assert "reading: about 512 KiB of its 6.5 MiB for a clip" in explanations["front-mp4"]
+    assert "reading: about 256 KiB of its 6.5 MiB for a clip" in explanations["front-mp4"]
     assert "reading: its whole file" in explanations["fragments-mp4"]
 
 

@@ -2,7 +2,8 @@
 
 - `core`: `CachePlan`, which combines the others
 - `pinned`: chooses a tier for block files, and evicts them
-- `ring`: files of single reads, and `ScatteredReads`
+- `extents`: decides whether a read gets its blocks or only its own bytes
+- `ring`: files of single reads
 - `in_flight`: running fetches, and the requests and streams that they are for
 - `files`: files, tiers and their byte counts
 - `streams`: the announcements of the loaders

@@ -1,8 +1,8 @@
 """Decides which bytes of immutable objects the cache holds, within the budgets of one or more tiers.
 
-Purpose: the plan keeps whole blocks of announced stores while there is room (`pinned`). A read for which there is no
-room, or whose whole blocks are not worthwhile, passes through a file of its own (`ring`). The plan evicts blocks of
-stores that no stream announced, least recently used first.
+Purpose: the plan keeps whole blocks of announced stores while there is room (`pinned`). Of parts of long files it keeps
+only their bytes (`extents`). A read for which there is no room passes through a file of its own (`ring`). The plan
+evicts blocks of stores that no stream announced, least recently used first.
 
 The plan only *drops* files (forgets and unlinks them) and never punches holes into them, so holders of a descriptor or
 mapping keep every byte. A dropped file stays accounted for until its last holder closes it. Everything in the cache has
@@ -26,10 +26,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from headrace.dataio.cache.plan.events import Bypass, Failed, Instruction, ObjectId, Ranges, Ready, Want
+from headrace.dataio.cache.plan.extents import is_part
 from headrace.dataio.cache.plan.files import BlockSet, CacheFile, Tiers, blocks_of
 from headrace.dataio.cache.plan.in_flight import InFlight, Ticket
 from headrace.dataio.cache.plan.pinned import Pinned
-from headrace.dataio.cache.plan.ring import Ring, ScatteredReads
+from headrace.dataio.cache.plan.ring import Ring
 from headrace.dataio.cache.plan.streams import Streams
 from headrace.dataio.core import limits
 
@@ -69,7 +70,6 @@ class CachePlan:
         self._ring = Ring(self._tiers, self._streams)
         self._pinned = Pinned(self._tiers, self._ring, self._streams)
         self._in_flight = InFlight(self._tiers, self._streams)
-        self._scattered_reads = ScatteredReads(block_bytes)
 
     # events
 
@@ -80,7 +80,6 @@ class CachePlan:
         """
         out: list[Instruction] = []
         self._streams.read(stream, obj, ranges)
-        self._scattered_reads.read(obj, ranges)
         self._request(ticket, obj, ranges, stream, out)
         return out
 
@@ -171,8 +170,8 @@ class CachePlan:
         self._ring.withdrawn(stream, out)
         return [*out, *self._prefetch()]
 
-    def adopt(self, obj: ObjectId, blocks: Iterable[int], tier: int = 0) -> int | None:
-        """Adopt blocks of `obj` that an earlier daemon left in the tier.
+    def adopt(self, obj: ObjectId, blocks: Iterable[int], tier: int = 0, *, unlisted: int = 0) -> int | None:
+        """Adopt blocks of `obj` that an earlier daemon left in the tier, in a file with `unlisted` other bytes.
 
         Returns the file's number. Returns None if there is no room, the tier has a file of the object, or another version
         of the object is known.
@@ -183,13 +182,13 @@ class CachePlan:
             (last_block + 1) * self.block_bytes - obj.size if last_block in blocks else 0
         )
         conflicts = self._tiers.versions.get((obj.source, obj.key), obj) != obj or obj in target.linked
-        full = target.used + cost > target.budget - self._pinned.slack(target)
+        full = target.used + cost + unlisted > target.budget - self._pinned.slack(target)
         if conflicts or full or not target.has_room_for_files:
             return None
         file = self._tiers.add(target, obj, None)
         file.adopted = BlockSet(blocks)
         self._tiers.adopted_bytes += cost
-        self._tiers.charge(file, cost)
+        self._tiers.charge(file, cost + unlisted)
         return file.id
 
     def resize(self, budgets: int | Sequence[int]) -> list[Instruction]:
@@ -272,8 +271,8 @@ class CachePlan:
 
     def has_all(self, obj: ObjectId, ranges: Ranges) -> bool:
         """Whether these ranges are all present."""
-        blocks = blocks_of(ranges, self.block_bytes)
-        if blocks <= set[int]().union(*(file.present for file in self._tiers.blocks(obj))):
+        blocks, files = blocks_of(ranges, self.block_bytes), list(self._tiers.blocks(obj))
+        if blocks <= set[int]().union(*(file.present for file in files)) or any(file.has(ranges) for file in files):
             return True
         ring = self._ring.find(obj, ranges)
         needed = ring.needs(ranges) if ring is not None else None
@@ -315,10 +314,9 @@ class CachePlan:
             return
         if file.ring and file.id >= first_new:
             self._ring.requested(file, stream, ranges)
-        needed_parts = file.needs(ranges) or set()
-        self._in_flight.launch(file, sorted(needed_parts - file.present - file.in_flight.keys()), out, stream)
+        self._in_flight.launch(file, file.begin(ranges), out, stream)
         self._ring.was_read(obj, stream, ranges)
-        missing = dict.fromkeys(((file.id, part) for part in needed_parts - file.present), file)
+        missing = dict.fromkeys(((file.id, part) for part in file.unfinished(ranges)), file)
         if missing:
             self._in_flight.wait(number, Ticket(file, missing, obj, ranges, stream))
             return
@@ -334,15 +332,18 @@ class CachePlan:
         stored twice. The result is empty in these cases:
 
         - No stream announces the store, there is only one tier, or no tier has blocks of the object.
-        - The missing blocks are not worthwhile as a whole, or no tier has room for them.
+        - Blocks are missing and the read is a part, or no tier has room for them.
         """
         parts = self._pinned.spread(obj, ranges) if self._streams.uses(obj.source) else {}
         lacking = blocks_of(ranges, self.block_bytes) - parts.keys()
-        if not parts or (lacking and self._scattered_reads.skips_blocks(obj, ranges)):
+        if not parts or (lacking and is_part(ranges)):
             return {}
         if lacking:
-            missing_ranges = tuple((part * self.block_bytes, 1) for part in sorted(lacking))
-            file = self._pinned.admit(obj, missing_ranges, out)
+            whole_blocks = tuple(
+                (part * self.block_bytes, min(self.block_bytes, obj.size - part * self.block_bytes))
+                for part in sorted(lacking)
+            )
+            file = self._pinned.admit(obj, whole_blocks, out)
             if file is None:
                 return {}
             parts.update(dict.fromkeys(lacking, file))
@@ -362,25 +363,12 @@ class CachePlan:
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, requested: bool
     ) -> CacheFile | None:
         """A file that holds or will hold `ranges`; None when no tier has room."""
-        uses = self._streams.uses(obj.source)
-        file, scattered = self._find(obj, ranges), uses and self._scattered_reads.skips_blocks(obj, ranges)
-        if file is None and not scattered:
-            file = self._pinned.admit(obj, ranges, out)
-        if file is None and uses:
+        file = self._find(obj, ranges) or self._pinned.admit(obj, ranges, out)
+        if file is None and self._streams.uses(obj.source):
             file = self._open_ring_file(obj, ranges, out, stream, due=due, requested=requested)
-            for block in self._scattered_reads.count_fetched(obj, ranges) if scattered and file is not None else ():
-                self._prefetch_block(obj, block, out, stream)
         elif file is not None and not file.ring:
             self._tiers.used_lately(file)
         return file
-
-    def _prefetch_block(self, obj: ObjectId, block: int, out: list[Instruction], stream: int) -> None:
-        """Prefetch a whole block for later reads, if there is room."""
-        ranges = ((block * self.block_bytes, 1),)
-        file = None if self._pinned.find(obj, ranges) else self._pinned.admit(obj, ranges, out)
-        if file is not None and block not in file.in_flight:
-            self._in_flight.launch(file, [block], out, stream)
-            self._in_flight.mark_prefetch(file, block, stream)
 
     def _open_ring_file(
         self, obj: ObjectId, ranges: Ranges, out: list[Instruction], stream: int, *, due: float, requested: bool
@@ -443,7 +431,7 @@ class CachePlan:
         if file is None:  # a read that will never fit is skipped
             return sum(length for _, length in want.ranges) > self._ring_for_prefetch
         if not file.ring:
-            started = (file.needs(want.ranges) or set()) - file.present - file.in_flight.keys()
+            started = set(file.begin(want.ranges))
             self._in_flight.launch(file, sorted(started), out, stream)
         elif file.id >= first_new:
             self._ring.fetching(file, stream, want.ranges, want.due)

@@ -4,10 +4,14 @@ There are two kinds of file. A *block file* holds whole blocks of an object, as 
 holds the exact bytes of one announced read, as long as a stream waits for that read. A tier is a directory with a
 budget. Tiers are ordered, fastest first (memory, then NVMe). An object has at most one block file in each tier.
 
-Invariants: the parts of a file (blocks, or extents of a ring file) are disjoint. Each part is absent, in flight,
+A block file may also hold *extents*: the exact bytes of parts of long files (`extents`), without the rest of their
+blocks. An extent has a number below 0 while it is in flight. Afterwards, only `listed` knows its bytes.
+
+Invariants: the blocks of a file, and the extents of a ring file, are disjoint. Each of these parts is absent, in flight,
 present, or adopted (left by an earlier daemon: on disk and accounted for, but not verified yet). A tier's `used` counts
 bytes that are present, in flight, adopted, or dropped but still held; callers that charge bytes ensure that the budget
-is not exceeded. A dropped file stays accounted for until its last holder closes it.
+is not exceeded. Bytes of an extent that are fetched again with their block count once. A dropped file stays accounted
+for until its last holder closes it.
 Failure behaviour: a tier whose disk fails is not `open`: its blocks are served, and no new ones are admitted.
 """
 
@@ -19,10 +23,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from headrace.dataio.cache.plan.events import Create, Drop, Instruction, ObjectId, Ranges
+from headrace.dataio.cache.plan.extents import extents_of, is_part, joined, within, without
 
 _FAR = 1 << 63
-GAP_BYTES = 4096
-"""Ranges with at most this gap are fetched together: a request costs more than the headers between two tar members."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +138,8 @@ class CacheFile:
     stale: bool = False
     listed: list[tuple[int, int]] = field(default_factory=list)
     """All runs of present bytes."""
+    extents: dict[int, tuple[int, int]] | None = None
+    """The extents in flight of a block file, as (offset, length) by number."""
 
     @property
     def ring(self) -> bool:
@@ -144,6 +149,8 @@ class CacheFile:
         """(offset, length) of a part."""
         if self.parts is not None:
             return self.parts[number]
+        if number < 0:
+            return (self.extents or {})[number]
         first = number * self.block_bytes
         return first, min(self.block_bytes, self.object.size - first)
 
@@ -177,28 +184,79 @@ class CacheFile:
         """Whether every part of a ring file is present or in flight."""
         return len(self.present) + len(self.in_flight) == len(self.parts or ())
 
+    def lacking(self, ranges: Ranges, *, adopted: bool = True) -> list[tuple[int, int]]:
+        """The bytes of a part, as (offset, length), that are neither present nor in flight in a block file.
+
+        Adopted blocks count as present if `adopted`.
+        """
+        lacking = without(ranges, self.listed)
+        if lacking and self.in_flight:
+            in_flight = sorted(self.part(number) for number in self.in_flight)
+            lacking = without(lacking, [(first, first + size) for first, size in extents_of(in_flight, _FAR, 0)])
+        if lacking and adopted and self.adopted:
+            blocks = sorted(self.adopted.among(blocks_of(lacking, self.block_bytes)))
+            lacking = without(lacking, [(first, first + size) for first, size in map(self.part, blocks)])
+        return lacking
+
+    def cost_of(self, ranges: Ranges) -> tuple[int, int]:
+        """The bytes that a read adds to a block file, and those that it would add to an empty one."""
+        if is_part(ranges):
+            added = extents_of(self.lacking(ranges), self.block_bytes)
+            return sum(size for _, size in added), sum(size for _, size in extents_of(ranges, self.block_bytes))
+        needed = blocks_of(ranges, self.block_bytes)
+        missing = needed - self.present - self.in_flight.keys()
+        return self.cost(missing - self.adopted.among(missing)), self.cost(needed)
+
+    def begin(self, ranges: Ranges) -> list[int]:
+        """The parts to fetch for a read, sorted. Extents of a part get their numbers here."""
+        if self.parts is None and is_part(ranges):
+            adopted = self.adopted.among(blocks_of(self.lacking(ranges, adopted=False), self.block_bytes))
+            lacking = extents_of(self.lacking(ranges), self.block_bytes)
+            return sorted(adopted) + [self._add_extent(extent) for extent in lacking]
+        if self.has(ranges):
+            return []
+        return sorted((self.needs(ranges) or set()) - self.present - self.in_flight.keys())
+
+    def unfinished(self, ranges: Ranges) -> set[int]:
+        """The parts in flight that a read waits for."""
+        if self.parts is not None or not is_part(ranges):
+            return set() if self.has(ranges) else (self.needs(ranges) or set()) - self.present
+        lacking = without(ranges, self.listed)
+        parts = ((number, *self.part(number)) for number in self.in_flight) if lacking else ()
+        return {
+            number
+            for number, first, size in parts
+            if any(first < offset + length and offset < first + size for offset, length in lacking)
+        }
+
+    def _add_extent(self, extent: tuple[int, int]) -> int:
+        self.extents = self.extents if self.extents is not None else {}
+        number = min(self.extents, default=0) - 1
+        self.extents[number] = extent
+        return number
+
+    def forget_extent(self, number: int) -> None:
+        """The fetch of this part has ended; an extent has no number any more."""
+        if number < 0 and self.extents is not None:
+            del self.extents[number]
+
     def present_within(self, offset: int, length: int) -> list[tuple[int, int]]:
-        """The present parts of [offset, offset + length), as (offset, length)."""
-        numbers = self.present if self.ring else blocks_of(((offset, length),), self.block_bytes) & self.present
-        out: list[tuple[int, int]] = []
-        for number in numbers:
-            first, size = self.part(number)
-            start, end = max(first, offset), min(first + size, offset + length)
-            if start < end:
-                out.append((start, end - start))
-        return out
+        """The present bytes in [offset, offset + length), as (offset, length)."""
+        return within(self.listed, offset, length)
 
     def arrived(self, number: int) -> None:
         """Mark the part as present. Lists of runs that `runs` returned before do not change."""
         if number in self.present:
             return
-        self.present.add(number)
         first, size = self.part(number)
-        at, end = bisect.bisect_left(self.listed, (first, 0)), first + size
-        joins_previous = at > 0 and self.listed[at - 1][1] == first
-        joins_next = at < len(self.listed) and self.listed[at][0] == end
-        run = (self.listed[at - 1][0] if joins_previous else first, self.listed[at][1] if joins_next else end)
-        self.listed = [*self.listed[: at - joins_previous], run, *self.listed[at + joins_next :]]
+        self.listed = joined(self.listed, first, first + size)
+        if number >= 0:
+            self.present.add(number)
+            return
+        self.forget_extent(number)
+        for block in blocks_of(((first, size),), self.block_bytes):
+            if self.has((self.part(block),)):
+                self.present.add(block)
 
     def has(self, ranges: Ranges) -> bool:
         """Whether these ranges are all present. Every open calls this, so it must be fast."""
@@ -224,22 +282,6 @@ def blocks_of(ranges: Iterable[tuple[int, int]], block_bytes: int) -> set[int]:
             if first < last:
                 blocks.update(range(first + 1, last + 1))
     return blocks
-
-
-def extents_of(ranges: Ranges, at_most: int, gap: int = GAP_BYTES) -> Ranges:
-    """Sorted, disjoint extents that cover `ranges`, each of at most `at_most` bytes.
-
-    Ranges with at most `gap` bytes between them share an extent.
-    """
-    merged: list[tuple[int, int]] = []
-    for offset, length in sorted(ranges):
-        if not length:
-            continue
-        if merged and offset <= merged[-1][1] + gap:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], offset + length))
-        else:
-            merged.append((offset, offset + length))
-    return tuple((at, min(at_most, end - at)) for first, end in merged for at in range(first, end, at_most))
 
 
 @dataclass(slots=True, eq=False)

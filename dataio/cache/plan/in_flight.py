@@ -40,12 +40,14 @@ class InFlight:
         """The stream for which a part, (file, number), is prefetched."""
         self._checking: set[tuple[int, int]] = set()
         """Adopted parts that are being verified."""
+        self._charged: dict[tuple[int, int], int] = {}
+        """The bytes that were charged for a part: its bytes that were not in the file yet."""
         self.prefetch_parts = self.prefetch_bytes = 0
 
     def launch(self, file: CacheFile, numbers: Iterable[int], out: list[Instruction], stream: int) -> None:
         for number in numbers:
             offset, length = file.part(number)
-            adopted = number in file.adopted
+            adopted = number >= 0 and number in file.adopted
             file.in_flight[number] = []
             self._tiers.in_flight_bytes += length
             if adopted:
@@ -53,7 +55,9 @@ class InFlight:
                 self._tiers.adopted_bytes -= length
                 self._checking.add((file.id, number))
             else:
-                self._tiers.charge(file, length)
+                charged = length - sum(size for _, size in file.present_within(offset, length))
+                self._charged[file.id, number] = charged
+                self._tiers.charge(file, charged)
             out.append(Fetch(file.id, number, offset, length, self._copies(file, offset, length), adopted, stream))
 
     def wait(self, number: int, ticket: Ticket) -> None:
@@ -79,13 +83,14 @@ class InFlight:
 
     def failed(self, file: CacheFile, number: int) -> list[int]:
         """The fetch failed; removes and returns the tickets that wait for it."""
-        checking = (file.id, number) in self._checking
+        checking, charged = (file.id, number) in self._checking, self._charged.get((file.id, number), 0)
         waiting = self._end_fetch(file, number)
         if checking:
             file.adopted.add(number)  # its bytes are still on the disk, and not verified
             self._tiers.adopted_bytes += file.part(number)[1]
         else:
-            self._tiers.charge(file, -file.part(number)[1])
+            self._tiers.charge(file, -charged)
+        file.forget_extent(number)
         for ticket in waiting:
             self._remove_ticket(ticket)
         return waiting
@@ -94,10 +99,10 @@ class InFlight:
         """The file cannot be written; removes and returns the tickets that wait for parts of it."""
         waiting = sorted({ticket for tickets in file.in_flight.values() for ticket in tickets})
         for number in list(file.in_flight):
-            checking = (file.id, number) in self._checking
+            charged = self._charged.get((file.id, number), 0)  # 0 for an adopted part
             self._end_fetch(file, number)
-            if not checking:
-                self._tiers.charge(file, -file.part(number)[1])
+            self._tiers.charge(file, -charged)
+            file.forget_extent(number)
         for ticket in waiting:
             self._remove_ticket(ticket)
         return waiting
@@ -121,6 +126,7 @@ class InFlight:
     def _end_fetch(self, file: CacheFile, number: int) -> list[int]:
         cost = file.part(number)[1]
         self._checking.discard((file.id, number))
+        self._charged.pop((file.id, number), None)
         self._tiers.in_flight_bytes -= cost
         stream = self._prefetched_for.pop((file.id, number), None)
         if stream is not None:

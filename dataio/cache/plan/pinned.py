@@ -12,6 +12,7 @@ Failure behaviour: if no tier has room, `admit` returns None. It never waits.
 from __future__ import annotations
 
 from headrace.dataio.cache.plan.events import Instruction, ObjectId, Ranges
+from headrace.dataio.cache.plan.extents import is_part
 from headrace.dataio.cache.plan.files import CacheFile, Tier, Tiers, blocks_of
 from headrace.dataio.cache.plan.ring import Ring
 from headrace.dataio.cache.plan.streams import Streams
@@ -33,8 +34,12 @@ class Pinned:
 
     def find(self, obj: ObjectId, ranges: Ranges) -> CacheFile | None:
         """A file of the object that needs no more room for `ranges`."""
-        needed = blocks_of(ranges, self._tiers.block_bytes)
+        needed, part = blocks_of(ranges, self._tiers.block_bytes), is_part(ranges)
         for file in self._tiers.blocks(obj):  # no set unions: this runs for every announced read
+            if part:
+                if not file.lacking(ranges, adopted=self._tiers.all[file.tier].open):
+                    return file
+                continue
             missing = needed - file.present
             if missing and self._tiers.all[file.tier].open:
                 missing -= file.adopted.among(missing)
@@ -88,10 +93,8 @@ class Pinned:
         """A file in this tier, or None. Evicts other files first, then the object's own file if it is not protected."""
         file = tier.linked.get(obj)
         probe = file or CacheFile(0, obj, tier.number, tier.pinned, self._tiers.block_bytes)
-        needed = probe.needs(ranges) or set()
-        missing = needed - probe.present - probe.in_flight.keys()
-        cost = probe.cost(missing - probe.adopted.among(missing))
-        if probe.cost(needed) > self.limit(tier):
+        cost, whole_cost = probe.cost_of(ranges)
+        if whole_cost > self.limit(tier):
             return None
         if evict:
             self._make_room(tier, cost, obj, out)
@@ -100,7 +103,7 @@ class Pinned:
         if file and evict and not file.in_flight and not self._protected(obj.source, obj.source):
             self._tiers.drop(file, out)  # the object is larger than the budget: start a new file for it
             file = None
-        fits = file is None and self._fits(tier, probe.cost(needed)) and tier.has_room_for_files
+        fits = file is None and self._fits(tier, whole_cost) and tier.has_room_for_files
         return self._tiers.create(tier, obj, None, out) if fits else None
 
     def _fits(self, tier: Tier, cost: int) -> bool:

@@ -5,15 +5,9 @@ exactly the bytes of the read, not whole blocks. If a read is announced *again* 
 higher weight), its file is kept between the uses. The next use of such reads is known. When room is short, the read
 whose next use is latest is evicted first, which is Belady's rule.
 
-`ScatteredReads` decides which reads use the ring although their blocks would fit. For example, a clip of a long video
-reads the header and some hundred kilobytes at a large offset. The rest of those blocks may not be read for many epochs.
-A read that skips `HOLE` blocks between its ranges marks its store. Reads of that store use the ring if they need at
-most half of the bytes of their blocks. A block is worth keeping once its bytes that were read this way add up to the
-block's size. So a store sends at most about twice the bytes that it would send if all reads were known in advance.
-
 Invariants: reads that are announced once use at most `base` bytes. Reads that are announced again also use the ring's
 `reserve`, which grows in steps of a sixteenth of the tier's budget, and takes room from blocks. The ring uses at most
-half of its tier. `ScatteredReads` counts at most `KNOWN` blocks and `STORES` stores, and forgets the oldest first.
+half of its tier.
 Failure behaviour: if there is no room, `open` returns None. When room is short, an unread file is dropped if the last
 `MISSED_ANNOUNCEMENTS` announcements of its streams did not name it.
 
@@ -22,11 +16,9 @@ Belady: "A study of replacement algorithms for a virtual-storage computer", IBM 
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-
 from headrace.dataio.cache.plan.events import Instruction, ObjectId, Ranges
-from headrace.dataio.cache.plan.files import Awaited, CacheFile, Readers, Tier, Tiers, blocks_of, extents_of
+from headrace.dataio.cache.plan.extents import extents_of
+from headrace.dataio.cache.plan.files import Awaited, CacheFile, Readers, Tier, Tiers
 from headrace.dataio.cache.plan.streams import Streams
 
 SHARE = 64
@@ -226,51 +218,3 @@ def _renew(readers: Readers, due: float) -> None:
     readers.due = due
     for entry in readers.ranges.values():
         entry.in_progress, entry.announced = entry.in_progress + entry.announced, 0
-
-
-HOLE = 2
-"""Number of blocks that a read must skip between its ranges to mark its store."""
-KNOWN, STORES = 1 << 14, 1 << 10
-
-
-class ScatteredReads:
-    """Decides, for each store, whether reads skip their blocks."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self._block_bytes = block_bytes
-        self._marked_stores: OrderedDict[str, None] = OrderedDict()
-        self._counted: OrderedDict[tuple[ObjectId, int], int] = OrderedDict()
-
-    def read(self, obj: ObjectId, ranges: Ranges) -> None:
-        """Record a read, whose ranges belong to one sample."""
-        if obj.source not in self._marked_stores and self._has_hole(ranges):
-            self._marked_stores[obj.source] = None
-            if len(self._marked_stores) > STORES:
-                self._marked_stores.popitem(last=False)
-
-    def skips_blocks(self, obj: ObjectId, ranges: Ranges) -> bool:
-        """Whether these ranges should be fetched without the rest of their blocks."""
-        if obj.source not in self._marked_stores:
-            return False
-        size = len(blocks_of(ranges, self._block_bytes)) * self._block_bytes
-        return 2 * sum(length for _, length in ranges) <= size
-
-    def count_fetched(self, obj: ObjectId, ranges: Ranges) -> Iterator[int]:
-        """Count ranges that were fetched without their blocks; yields the blocks that are worth keeping now."""
-        for offset, length in ranges:
-            for block in blocks_of(((offset, length),), self._block_bytes):
-                first = block * self._block_bytes
-                size = min(first + self._block_bytes, offset + length) - max(first, offset)
-                counted = self._counted.pop((obj, block), 0) + size
-                if counted >= self._block_bytes:
-                    yield block
-                else:
-                    self._counted[obj, block] = counted
-        while len(self._counted) > KNOWN:
-            self._counted.popitem(last=False)
-
-    def _has_hole(self, ranges: Ranges) -> bool:
-        if len(ranges) < 2:
-            return False
-        first, end = min(offset for offset, _ in ranges), max(offset + length for offset, length in ranges)
-        return end - first - sum(length for _, length in ranges) >= HOLE * self._block_bytes

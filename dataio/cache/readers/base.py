@@ -38,7 +38,9 @@ class ShardReader(Protocol):
     def read(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """A read-only view for every (offset, length), valid for as long as the view is referenced.
 
-        `key` is the object's key in the dataset's store. Blocks until all ranges are available.
+        `key` is the object's key in the dataset's store. Blocks until all ranges are available. The ranges belong to one
+        sample. Those of a part of a file may begin and end with an empty range, at the first byte of the file and behind
+        its last one: then a cache fetches no more than the ranges, if they leave out much of the file.
         """
         ...
 
@@ -54,7 +56,10 @@ class ShardReader(Protocol):
         ...
 
     def announce(self, upcoming: Sequence[tuple[str, int, int]]) -> None:
-        """Announce the (key, offset, length) that will be read next, soonest first. A reader may ignore this hint."""
+        """Announce the (key, offset, length) that will be read next, soonest first. A reader may ignore this hint.
+
+        The ranges of a part of a file are those that `read` will get, with the empty ones.
+        """
         ...
 
     def close(self) -> None: ...

@@ -37,7 +37,8 @@ _Pending = dict[str, list[tuple[int, int, "Future[memoryview]"]]]
 
 def is_worthwhile(upcoming: Sequence[Range], block: int = limits.CACHE_BLOCK_BYTES) -> bool:
     """Whether these ranges arrive sooner than their blocks: they are few, and a small part of the blocks."""
-    if not upcoming or any(length <= 0 for _, _, length in upcoming):
+    upcoming = [(key, offset, length) for key, offset, length in upcoming if length]  # the others bound a file
+    if not upcoming or any(length < 0 for _, _, length in upcoming):
         return False
     blocks = {
         (key, number)
@@ -162,7 +163,7 @@ class BypassReader:
     def _fetch(self, upcoming: Sequence[Range]) -> None:
         self._pool = ThreadPoolExecutor(min(PARALLEL, len(upcoming)), "headrace-first")
         pending: _Pending = {}
-        for key, offset, length in dict.fromkeys(upcoming):
+        for key, offset, length in dict.fromkeys(planned for planned in upcoming if planned[2]):
             future = self._pool.submit(self._get, key, offset, length)
             pending.setdefault(key, []).append((offset, offset + length, future))
         self._pending = pending
@@ -174,6 +175,8 @@ class BypassReader:
 
     def _wait_for(self, key: str, offset: int, length: int) -> memoryview | None:
         """Wait for a range that is fetched directly; None if it is not one, or could not be fetched."""
+        if not length:
+            return memoryview(b"")
         for first, end, future in self._pending.get(key, ()):
             if first <= offset and offset + length <= end:
                 with contextlib.suppress(HeadraceError, TimeoutError, CancelledError):

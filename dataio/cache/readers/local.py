@@ -168,6 +168,8 @@ class DirectReader:
         """Fill all pieces from the local files of a joined shard."""
         by_file = dict[str, list[tuple[int, memoryview]]]()
         for offset, buffer in pieces:
+            if not buffer:
+                continue
             file, at = locate(self._store, key, offset)
             by_file.setdefault(file, []).append((at, buffer))
         for file, parts in by_file.items():
@@ -188,6 +190,8 @@ class DirectReader:
     def _advise(self, upcoming: Sequence[Range], at: int) -> bool:
         """Ask the kernel to read a range ahead if it is not cached; returns False if enough is read ahead already."""
         key, offset, length = upcoming[at]
+        if not length:  # it bounds a file
+            return True
         with contextlib.suppress(HeadraceError):  # a hint: the read reports the error
             key, offset = locate(self._store, key, offset)
             descriptor = self._descriptor_of(key)
@@ -230,6 +234,8 @@ def _runs(pieces: Pieces) -> list[Run]:
     buffers: list[memoryview] = []
     start, at, end = 0, 0, -GAP_BYTES - 1
     for offset, buffer in pieces:
+        if not len(buffer):
+            continue
         gap = offset - end
         if 0 <= gap <= GAP_BYTES and len(buffers) < PIECES:
             if gap:

@@ -50,6 +50,11 @@ MEDIA_EXTENSIONS = frozenset(
 )
 """The extensions of the media files that loaders read. Images are listed in `IMAGE_EXTENSIONS`."""
 
+DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
+"""libav's demuxer for a format of videos, if the format needs no probing."""
+_WITH_DECODE_TIMES = frozenset(["mp4", "m4v", "mov"])
+_IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])
+
 VIDEO_EXTENSIONS = MEDIA_EXTENSIONS - {"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "m4b", "mka"}
 """The extensions of `MEDIA_EXTENSIONS` whose files can hold video."""
 
@@ -106,6 +111,15 @@ EBML = b"\x1a\x45\xdf\xa3"
 _MAX_ELEMENTS = 100_000
 _NO_OFFSET = (1 << 63) - 1
 _FIRST_BOXES = {b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"moof"}
+
+
+def has_decode_order(format: str, codec: str) -> bool:
+    """Return whether loaders open such a video as its container describes it, without probing its streams.
+
+    The container stores decode times, or the codec decodes frames in the order in which they are shown.
+    """
+    return format in _WITH_DECODE_TIMES or codec in _IN_ORDER
+
 
 
 def unsupported_media(extensions: Collection[str]) -> tuple[str, str] | None:

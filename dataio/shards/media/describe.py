@@ -17,9 +17,9 @@ Invariants:
 * The fields are the top-level values of `<key>.json` that are floats, 64-bit integers, booleans, null or short strings.
   All other values stay only in the JSON member.
 * Only files with pieces have a head. The head is a hint, and samples do not depend on it.
-* To find the head, `with_head` opens the file in both ways in which loaders open it: trusting the container's
-  description of its streams, and not trusting it. Each time, it seeks to a key frame (or a time) in the middle, and to
-  one at the end. The head is the pieces that both seeks read.
+* To find the head, `with_head` opens the file as loaders do: trusting the container's description of its streams for
+  video for which `has_decode_order` is true, and not trusting it for other video and for audio. Each time, it seeks to a
+  key frame (or a time) in the middle, and to one at the end. The head is the pieces that both seeks read.
 * If a seek reads all data before its target, the head is half of the file or more. Loaders then know that partial reads
   do not pay off.
 * An MP3 has no index from time to position, so libav would read all data before a time. The index therefore records
@@ -47,11 +47,13 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError, Headrace
 from headrace.dataio.core.json import parse_json
 from headrace.dataio.shards.media import images, text_members
 from headrace.dataio.shards.media.container import (
+    DEMUXER_OF,
     DEMUXERS,
     IMAGE_EXTENSIONS,
     MEDIA_EXTENSIONS,
     check_complete,
     demuxed,
+    has_decode_order,
     is_named_video,
     unsupported_media,
     unused_media,
@@ -214,7 +216,6 @@ def _is_promoted(value: object) -> bool:
 # --- the head of a file
 
 _READ_BYTES = 1 << 16
-_DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
 _OPTIONS = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", "max_pixels": str(limits.FRAME_PIXELS)}
 _TRUST_OPTIONS = {**_OPTIONS, "codec_whitelist": "none"}
 
@@ -232,14 +233,23 @@ def with_head(file_info: FileInfo, probe: Probe) -> FileInfo:
     try:
         if probe.container == "mp3" and probe.video is None:
             marks = _find_marks(file_info, probe)
+        ways = _ways_of_opening(probe)
         if marks:
-            head = _pieces_read(file_info, None)
+            head = _pieces_read(file_info, None, ways)
         else:
             middle, end = _lookup_points(file_info.path, probe)
-            head = _pieces_read(file_info, middle) & _pieces_read(file_info, end)
+            head = _pieces_read(file_info, middle, ways) & _pieces_read(file_info, end, ways)
     except (CorruptionError, av.error.FFmpegError, OSError, EOFError, LookupError, ValueError):
         return file_info
     return replace(file_info, pieces=replace(file_info.pieces, head=runs(head), marks=marks))
+
+
+def _ways_of_opening(probe: Probe) -> set[bool]:
+    """Return whether loaders trust the container's description of the streams: both, for some files with audio."""
+    ways = {False} if probe.audio is not None or probe.video is None else set[bool]()
+    if probe.video is not None:
+        ways.add(has_decode_order(probe.video.format, probe.video.codec))
+    return ways
 
 
 def _find_marks(file_info: FileInfo, probe: Probe) -> _Marks:
@@ -281,14 +291,14 @@ def _lookup_points(path: str, probe: Probe) -> tuple[_LookupPoint, _LookupPoint]
     return (probe.audio.stream, start + length // 2), (probe.audio.stream, start + length * 9 // 10)
 
 
-def _pieces_read(file_info: FileInfo, point: _LookupPoint | None) -> set[int]:
-    """Return the pieces that libav reads up to the first packet at `point`, in both ways of opening.
+def _pieces_read(file_info: FileInfo, point: _LookupPoint | None, ways: set[bool]) -> set[int]:
+    """Return the pieces that libav reads up to the first packet at `point`, in these ways of opening.
 
     Without a point, return the pieces that opening reads.
     """
     assert file_info.pieces is not None
     pieces = set[int]()
-    for trust_container in (True, False):
+    for trust_container in ways:
         with _open_like_loaders(file_info, trust_container) as (container, file):
             if point is not None:
                 stream = container.streams[point[0]]
@@ -311,7 +321,7 @@ def _open_like_loaders(file_info: FileInfo, trust_container: bool) -> Iterator[t
     with open(file_info.path, "rb", buffering=0) as real:
         file = _RecordingFile(real, file_info.pieces.size)
         check_complete(cast(BinaryIO, file), file_info.size)
-        demuxer = _DEMUXER_OF.get(file_info.ext.rpartition(".")[2]) if trust_container else None
+        demuxer = DEMUXER_OF.get(file_info.ext.rpartition(".")[2]) if trust_container else None
         options = _TRUST_OPTIONS if trust_container else _OPTIONS
         with av.open(
             file, "r", demuxer, metadata_errors="replace", buffer_size=_READ_BYTES, options=options
@@ -320,7 +330,7 @@ def _open_like_loaders(file_info: FileInfo, trust_container: bool) -> Iterator[t
 
 
 class _RecordingFile:
-    """A file that records which of its pieces were read."""
+    """A file that records which of its pieces were read. One call reads from one piece, since libav asks for too much."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
@@ -328,7 +338,7 @@ class _RecordingFile:
 
     def read(self, size: int = -1) -> bytes:
         start = self._file.tell()
-        data = self._file.read(size)
+        data = self._file.read(size if size < 0 else min(size, self._size - start % self._size))
         if data:
             self.pieces_read.update(range(start // self._size, (start + len(data) - 1) // self._size + 1))
         return data

@@ -18,13 +18,13 @@ def test_short_files_have_no_pieces() -> None:
 @pytest.mark.parametrize(
     ("length", "size"),
     [
-        (1 * limits.MIB, 256 * limits.KIB),
-        (512 * limits.MIB, 256 * limits.KIB),
-        (512 * limits.MIB + 1, 512 * limits.KIB),
-        (100 * limits.GIB, 64 * limits.MIB),
+        (1 * limits.MIB, 64 * limits.KIB),
+        (512 * limits.MIB, 64 * limits.KIB),
+        (512 * limits.MIB + 1, 128 * limits.KIB),
+        (100 * limits.GIB, 16 * limits.MIB),
     ],
 )
-def test_pieces_are_as_small_as_2048_of_them_can_be(length: int, size: int) -> None:
+def test_pieces_are_as_small_as_8192_of_them_can_be(length: int, size: int) -> None:
     assert piece_size(length) == size
 
 
