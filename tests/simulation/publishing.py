@@ -22,7 +22,7 @@ import torch
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, Repo, encode
-from headrace.checkpoint.publishing import publisher, records, source
+from headrace.checkpoint.publishing import changes, publisher, records, source
 from headrace.checkpoint.publishing.source import Choice
 from headrace.checkpoint.publishing.subscriber import Subscriber
 from headrace.checkpoint.repository import collect, fetch, inventory, lease
@@ -81,7 +81,7 @@ class PublishingHistory:
     def run(self) -> PublishingJournal:
         """Run the history to its end, then check the final state."""
         self.bucket.apply_put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
-        with patched(self.simulation, lease, fetch, inventory, publisher, source):
+        with patched(self.simulation, lease, fetch, inventory, publisher, source, changes):
             self.simulation.start(self._story, process=Process("driver"))
             self._run_all()
             self.bucket.faults = Faults()
