@@ -501,7 +501,9 @@ class Checkpointer:
         choice = check_choice(include, exclude, dtype)
         if self._ranks.rank:
             return None
-        self._publisher = self._publisher or BackgroundPublisher(self._store, self._run, self._wait)
+        self._publisher = self._publisher or BackgroundPublisher(
+            self._store, self._run, self._wait, self._saver.staging
+        )
         return self._publisher.submit(name, step, choice, move)
 
     @property

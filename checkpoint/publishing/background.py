@@ -13,9 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.handle import Handle
 from headrace.checkpoint.publishing import publisher
+from headrace.checkpoint.publishing.comparison import Held
 from headrace.checkpoint.publishing.records import Published
 from headrace.checkpoint.publishing.source import Choice
 from headrace.checkpoint.repository import steps as repository
+from headrace.checkpoint.saving.arena import Staging
 from headrace.dataio.core.errors import DeadlineError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
@@ -31,11 +33,12 @@ class BackgroundPublisher:
         store: the repository.
         run: the run of the steps.
         timeout: limit in seconds of the wait for a save, and of the wait for room.
+        staging: the staging memory of the saves, from which a step is published if it is still there.
     """
 
-    def __init__(self, store: Store, run: str, timeout: float) -> None:
-        self._store, self._run, self._timeout = store, run, timeout
-        self._held: dict[str, publisher.Held] = {}
+    def __init__(self, store: Store, run: str, timeout: float, staging: Staging | None = None) -> None:
+        self._store, self._run, self._timeout, self._staging = store, run, timeout, staging
+        self._held: dict[str, Held] = {}
         self._room = threading.Semaphore(MAX_WAITING)
         self._pool: ThreadPoolExecutor | None = None
         self._futures = set[Future[Published]]()
@@ -86,8 +89,10 @@ class BackgroundPublisher:
         base = repository.find(self._store, self._run, wanted)
         if base is None:
             raise repository.missing(self._store, self._run)
-        held = self._held.setdefault(name, publisher.Held())
-        return publisher.publish(self._store, name, self._run, base, choice, held=held, move=move)
+        held = self._held.setdefault(name, Held())
+        return publisher.publish(
+            self._store, name, self._run, base, choice, held=held, staging=self._staging, move=move
+        )
 
     def _saved(self, handle: Handle) -> Base:
         """Wait for a save. Its error still counts as not fetched, so the checkpointer raises it as well."""

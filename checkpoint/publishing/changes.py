@@ -122,9 +122,7 @@ def _tasks(chain: Chain, targets: Mapping[str, Target]) -> Iterator[_Task]:
         yield targets[name], block, several
 
 
-def _read_update(
-    update: Update, weights: Weights, targets: Mapping[str, Target]
-) -> Iterator[tuple[str, int, _Stored]]:
+def _read_update(update: Update, weights: Weights, targets: Mapping[str, Target]) -> Iterator[tuple[str, int, _Stored]]:
     rows = [row for row in update.rows if _is_needed(row, weights.tensors[row.tensor], targets)]
     for row, data in update.read(rows):
         form = weights.tensors[row.tensor]
