@@ -269,7 +269,7 @@ class Saver:
             put_plan = self._plan(step, ticket, prepared, extras)
             save = self._staged_save(put_plan, staging, arena, copying, handle, urgent)
             kept = staging is self.staging and not isinstance(copying, SlicedState)
-            copy = StagedCopy(ticket.attempt, tuple(specs), layout) if kept else None
+            copy = StagedCopy(ticket.attempt, prepared.tree, tuple(specs), layout) if kept else None
             threading.Thread(
                 target=self._commit_staged, args=(save, handle, copying, copy, name), name=f"headrace-save-{step}"
             ).start()

@@ -22,10 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from headrace.checkpoint.format.chunking import digest
+from headrace.checkpoint.publishing import records
 from headrace.checkpoint.publishing.difference import WHOLE, Bytes, encode
-from headrace.checkpoint.publishing.records import Published
+from headrace.checkpoint.publishing.records import Published, Stored
 from headrace.checkpoint.publishing.source import Choice, PublishedTensor, blocks_of, published_tensors
-from headrace.checkpoint.publishing.updates import EncodedBlock
+from headrace.checkpoint.publishing.staged import StagedMemoryError
+from headrace.checkpoint.publishing.updates import EncodedBlock, store_update
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES, TensorBlocks, Weights, load_weights
 from headrace.checkpoint.repository.fetch import in_order
 from headrace.checkpoint.restoring import chunk_reader
@@ -33,13 +35,17 @@ from headrace.checkpoint.restoring.saved_step import SavedStep
 from headrace.checkpoint.saving.copy_threads import num_copy_threads
 from headrace.checkpoint.state.tensors import name_of
 from headrace.dataio.core.clock import Clock
-from headrace.dataio.core.errors import CorruptionError
+from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import GIB
+from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
 HELD_BYTES = 4 * GIB
 """Weights up to this size stay in a publisher's memory until the next version. Larger ones are read again."""
 _MOST_THREADS = 4
+_WORTH = 0.9
+"""An update that is not below this fraction of the changed blocks is deleted: the step serves as well."""
+_log = get_logger(__name__)
 
 
 class Held:
@@ -211,8 +217,10 @@ def _compare(task: _Task) -> _Compared:
     with task.source.staged_block(task.block) as staged:
         if staged is not None:
             return _compare_bytes(task, *staged)
-    [(_, new)] = task.source.read_blocks([task.block])  # the next save needed the memory
-    return _compare_bytes(task, new)
+    if task.source.is_saved:
+        [(_, new)] = task.source.read_blocks([task.block])
+        return _compare_bytes(task, new)
+    raise StagedMemoryError(f"the next save took the staging memory while {task.source.name!r:.200} was compared")
 
 
 def _compare_bytes(task: _Task, new: Bytes, known: bytes = b"") -> _Compared:
@@ -229,3 +237,27 @@ def _compare_bytes(task: _Task, new: Bytes, known: bytes = b"") -> _Compared:
 
 def _cut(data: Bytes) -> Iterator[Bytes]:
     return (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+
+
+def compare(
+    store: Store, name: str, tensors: Sequence[PublishedTensor], before: Published | None, held: Held, clock: Clock
+) -> tuple[Comparison, Stored | None]:
+    """Compare tensors with the version before, and store the update. Without one if that version cannot be read."""
+    if before is not None:
+        try:
+            with OldVersion(store, before, held, clock) as old:
+                comparison = Comparison(tensors, old, held)
+                update = store_update(store, name, comparison.changes(), clock)
+            if comparison.stored_bytes <= _WORTH * comparison.changed_bytes:
+                return comparison, update
+            store.delete_many([f"{records.folder(name)}{update.key}"])
+            return comparison, None
+        except StagedMemoryError:
+            raise
+        except (UsageError, CorruptionError) as error:
+            _log.warning(
+                "version %s of %s cannot be read, so the next version has no update: %s", before.number, name, error
+            )
+    comparison = Comparison(tensors, None, held)
+    comparison.only_digests()
+    return comparison, None

@@ -25,11 +25,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, this_process
 from headrace.checkpoint.publishing import records
-from headrace.checkpoint.publishing.comparison import Comparison, Held, OldVersion
+from headrace.checkpoint.publishing.comparison import Comparison, Held, compare
+from headrace.checkpoint.publishing.early import EarlyComparison, compare_early
 from headrace.checkpoint.publishing.records import Published, Stored
 from headrace.checkpoint.publishing.source import Choice, PublishedTensor, in_staging, published_tensors
 from headrace.checkpoint.publishing.staged import StagedMemoryError, StagedStep
-from headrace.checkpoint.publishing.updates import store_update
 from headrace.checkpoint.publishing.weights import store_weights
 from headrace.checkpoint.repository import tag_records, tags
 from headrace.checkpoint.repository.fetch import Step
@@ -38,12 +38,10 @@ from headrace.checkpoint.restoring.saved_step import SavedStep
 from headrace.checkpoint.saving.arena import Staging
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
-from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError, UsageError
+from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
-_WORTH = 0.9
-"""An update that is not below this fraction of the changed blocks is deleted: the step serves as well."""
 _log = get_logger(__name__)
 
 _after_tag = declare("publish.tagged", "a tag keeps the step, and nothing else was written")
@@ -60,6 +58,7 @@ def publish(
     *,
     held: Held | None = None,
     staging: Staging | None = None,
+    early: EarlyComparison | None = None,
     move: bool = False,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Published:
@@ -73,6 +72,7 @@ def publish(
         choice: the tensors, and the dtype in which they are published.
         held: keeps the weights in memory until the next call, which then need not read them again.
         staging: the staging memory of the run's saves on rank 0. If it still holds the step, the step is not read back.
+        early: the result of `begin` for this step. It is used if the version before is still the same.
         move: publish also if the version before is of another run.
         clock: the time of the record.
 
@@ -98,7 +98,12 @@ def publish(
             _after_tag()
             step = stack.enter_context(chunk_reader.LeasedStep(store, run, base, clock))
             prefix, tensors = published_tensors(SavedStep(store, step, 0), choice)
-            comparison, update = _compared(store, name, step, tensors, before, held, staging, clock)
+            if early is not None and early.is_of(before, prefix, tensors, step):
+                comparison, update = early.comparison, early.update
+            else:
+                if early is not None:
+                    early.discard(store)
+                comparison, update = _compared(store, name, step, tensors, before, held, staging, clock)
             weights = store_weights(store, name, comparison.weights(), clock)
             _after_update()
             record = Published(
@@ -161,6 +166,16 @@ def _delete_tag(store: Store, tag: str) -> None:
         store.delete_many([tag_records.key_of(tag)])
 
 
+def begin(
+    store: Store, name: str, choice: Choice, attempt: str, staging: Staging, held: Held, clock: Clock = SYSTEM_CLOCK
+) -> EarlyComparison | None:
+    """Compare a save that is still being written with the newest version, for a later `publish` of its step.
+
+    Returns None if the weights are not all in staging memory. `publish` then compares the step.
+    """
+    return compare_early(store, name, choice, attempt, staging, _newest(store, name)[0], held, clock)
+
+
 def _compared(
     store: Store,
     name: str,
@@ -171,39 +186,17 @@ def _compared(
     staging: Staging | None,
     clock: Clock,
 ) -> tuple[Comparison, Stored | None]:
-    """Compare with the version before, and store the update. The new weights are taken from staging memory if it has them."""
+    """Compare with the version before, and store the update. Weights that are in staging memory are not read back."""
     copy = staging.copy_of(step.base.attempt) if staging is not None else None
     if staging is not None and copy is not None:
         staged = StagedStep(staging, copy)
         try:
-            comparison, update = _compared_with(store, name, in_staging(tensors, staged), before, held, clock)
+            compared = compare(store, name, in_staging(tensors, staged), before, held, clock)
             staged.require_same(step.manifests[0])
-            return comparison, update
+            return compared
         except StagedMemoryError as error:
             _log.error("step %s is read back to publish it: %s", step.base.step, error)
-    return _compared_with(store, name, tensors, before, held, clock)
-
-
-def _compared_with(
-    store: Store, name: str, tensors: list[PublishedTensor], before: Published | None, held: Held, clock: Clock
-) -> tuple[Comparison, Stored | None]:
-    """Compare with the version before, and store the update. Without one if that version cannot be read."""
-    if before is not None:
-        try:
-            with OldVersion(store, before, held, clock) as old:
-                comparison = Comparison(tensors, old, held)
-                update = store_update(store, name, comparison.changes(), clock)
-            if comparison.stored_bytes <= _WORTH * comparison.changed_bytes:
-                return comparison, update
-            store.delete_many([f"{records.folder(name)}{update.key}"])
-            return comparison, None
-        except (UsageError, CorruptionError) as error:
-            _log.warning(
-                "version %s of %s cannot be read, so the next version has no update: %s", before.number, name, error
-            )
-    comparison = Comparison(tensors, None, held)
-    comparison.only_digests()
-    return comparison, None
+    return compare(store, name, tensors, before, held, clock)
 
 
 def _needed(record: Published) -> set[str]:

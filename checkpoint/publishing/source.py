@@ -49,12 +49,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """One tensor of the step, and the dtype in which it is published. `staged`: its staging memory, if it is still there."""
+    """One tensor of the step, and the dtype in which it is published.
+
+    Args:
+        staged: its staging memory, if it was there.
+        is_saved: whether it can be read from the step: not before the step is committed.
+    """
 
     name: str
     lazy: LazyTensor
     dtype: torch.dtype
     staged: StagedTensor | None = None
+    is_saved: bool = True
 
     @property
     def shape(self) -> torch.Size:
@@ -173,10 +179,16 @@ def published_tensors(step: SavedStep, choice: Choice) -> tuple[str, list[Publis
     return prefix, sorted(tensors, key=lambda tensor: tensor.name)
 
 
-def in_staging(tensors: Iterable[PublishedTensor], staged: StagedStep) -> list[PublishedTensor]:
+def in_staging(
+    tensors: Iterable[PublishedTensor], staged: StagedStep, *, is_saved: bool = True
+) -> list[PublishedTensor]:
     """The same tensors. Those that are in staging memory are read from there."""
     return [
-        replace(tensor, staged=staged.tensor(tensor.lazy.name, name_of(tensor.lazy.dtype), tuple(tensor.shape)))
+        replace(
+            tensor,
+            staged=staged.tensor(tensor.lazy.name, name_of(tensor.lazy.dtype), tuple(tensor.shape)),
+            is_saved=is_saved,
+        )
         for tensor in tensors
     ]
 

@@ -110,9 +110,10 @@ def _pin(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class StagedCopy:
-    """What the arena holds: the tensors of an attempt."""
+    """What the arena holds: the tensors of an attempt. `tree`: the document that names them, as in a manifest."""
 
     attempt: str
+    tree: bytes
     specs: tuple[TensorSpec, ...]
     layout: Layout
 

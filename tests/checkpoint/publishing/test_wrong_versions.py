@@ -13,7 +13,7 @@ import torch
 from headrace.checkpoint import Checkpointer, Subscriber
 from headrace.checkpoint.format.chunking import ITEM_BYTES, Box
 from headrace.checkpoint.format.documents import encode
-from headrace.checkpoint.publishing import changes, comparison, publisher, records, source, subscriber, targets, weights
+from headrace.checkpoint.publishing import changes, comparison, records, source, subscriber, targets, weights
 from headrace.checkpoint.publishing.comparison import Held
 from headrace.checkpoint.publishing.difference import Bytes
 from headrace.checkpoint.publishing.publisher import publish
@@ -439,7 +439,7 @@ def test_rows_that_are_longer_than_a_piece(
     second[300:700] = torch.rand(400)
     second = second.reshape(shape)
     held = {"a": torch.zeros(shape)}
-    monkeypatch.setattr(publisher, "_WORTH", 0.0)  # no update
+    monkeypatch.setattr(comparison, "_WORTH", 0.0)  # no update
     with Subscriber(versions.store, "policy") as following:
         versions.publish({"a": first})
         following.wait(10).apply(held)
