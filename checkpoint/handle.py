@@ -184,6 +184,14 @@ class Handle:
         self._require_own()
         return self._done.wait(timeout)
 
+    def wait_staged(self, timeout: float | None = None) -> bool:
+        """Wait until the save is handed over, or has failed; return False if `timeout` seconds pass first.
+
+        Unlike `staged`, this neither helps to copy the state, nor counts as a wait of the trainer.
+        """
+        self._require_own()
+        return self._staged.wait(timeout)
+
     def add_done_callback(self, function: Callable[[], None]) -> None:
         """Call `function` once the save is committed or failed: in the save's thread, or now if it is done already.
 

@@ -131,7 +131,9 @@ class RunExtras(OpenRun):
         choice = check_choice(include, exclude, dtype)
         if self._ranks.rank:
             return None
-        self._publisher = self._publisher or BackgroundPublisher(self._store, self._run, self._wait)
+        self._publisher = self._publisher or BackgroundPublisher(
+            self._store, self._run, self._wait, self._saver.staging
+        )
         future = self._publisher.submit(name, step, choice, move)
         self._trackers.follow_publication(future)
         return future

@@ -38,7 +38,7 @@ from headrace.checkpoint.repository.commit import Attempt, FinalError
 from headrace.checkpoint.repository.lease import DEFAULT_LIFE
 from headrace.checkpoint.saves import Saves
 from headrace.checkpoint.saving import plan
-from headrace.checkpoint.saving.arena import Arena, Staging
+from headrace.checkpoint.saving.arena import Arena, StagedCopy, Staging
 from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tensors, optimizers_in
 from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
 from headrace.checkpoint.saving.slices import SlicedState
@@ -274,8 +274,10 @@ class Saver:
             handle.follow(copying)
             put_plan = self._plan(step, ticket, prepared, extras)
             save = _with_files(self._staged_save(put_plan, staging, arena, copying, handle, urgent), prepared, extras)
+            kept = staging is self.staging and not isinstance(copying, SlicedState)
+            copy = StagedCopy(ticket.attempt, prepared.tree, tuple(specs), layout) if kept else None
             threading.Thread(
-                target=self._commit_staged, args=(save, handle, copying, name), name=f"headrace-save-{step}"
+                target=self._commit_staged, args=(save, handle, copying, copy, name), name=f"headrace-save-{step}"
             ).start()
             undo.pop_all()  # from now on the thread owns the arena and the copy
         return handle, copying
@@ -348,12 +350,19 @@ class Saver:
     # in a thread
 
     def _commit_staged(
-        self, save: StagedSave, handle: Handle, copying: Copying | SlicedState, name: Name | None
+        self,
+        save: StagedSave,
+        handle: Handle,
+        copying: Copying | SlicedState,
+        copy: StagedCopy | None,
+        name: Name | None,
     ) -> None:
         """Wait for the copy, commit it, and set the handle's result or error. Runs in a thread."""
         try:
             try:
                 copying.join()
+                if copy is not None:
+                    self.staging.set_copy(copy)
             except BaseException:
                 save.give_back()
                 raise

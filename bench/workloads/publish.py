@@ -4,9 +4,12 @@ The weights are bf16 tensors. From version to version, a share of the elements c
 place, as in reinforcement learning. The time of a candidate is that from the committed step, or from the weights in
 memory, to the changed tensors of another consumer on the same machine.
 
-- Headrace publishes a step, and a subscriber applies the update. All blocks are verified.
+- Headrace publishes a step, and a subscriber applies the update. All blocks are verified. The step is published by the
+  handle of its save, right after `save` has returned, or by its number, once it is committed.
 - safetensors writes all weights to a file, reads them, and copies them into the tensors. It compares no digest.
-- *Stall* is the time in which the tensors change. Its lower bound is a copy of the changed blocks in memory.
+- *Stall* is the time in which the tensors change. Its lower bound is a copy of the changed blocks in memory (*copy*).
+
+With `--adamw`, a small transformer takes AdamW steps instead (`publish_adamw`).
 
 Invariant: after each candidate, the tensors hold the new weights.
 Failure behaviour: a candidate that fails is named, and the others continue.
@@ -21,14 +24,16 @@ from typing import Any
 from headrace.bench.core.command import Job, benchmark
 from headrace.bench.core.measure import Candidate, alternate
 from headrace.bench.core.results import Metric, Part
+from headrace.bench.workloads import publish_adamw
 from headrace.bench.workloads.loader import installed
 from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.core.limits import MIB
 
 TENSORS = 16
-HEADRACE, SAFETENSORS = "publish and apply", "safetensors, all weights"
+HEADRACE, BY_NUMBER, SAFETENSORS = "publish and apply", "publish and apply, by number", "safetensors, all weights"
 METRICS = {
     "seconds": Metric("s", "s", "lower"),
+    "from_save_s": Metric("from the save s", "s", "lower"),
     "publish_s": Metric("publish s", "s", "lower"),
     "prepare_s": Metric("fetch and verify s", "s", "lower"),
     "stall_s": Metric("stall s", "s", "lower"),
@@ -43,14 +48,18 @@ METRICS = {
     "New weights for a subscriber, compared with safetensors files.",
     argument("--mib", type=positive_int, default=1024, help="MiB of bf16 weights (default: %(default)s)"),
     argument("--changed", type=float, default=0.02, help="share of the elements that change (default: %(default)s)"),
+    argument("--adamw", action="store_true", help="publish after AdamW steps of a small transformer, by learning rate"),
 )
 def publish(job: Job, part: Part) -> None:
     """Measure all candidates in turn."""
     args = job.args
+    if args.adamw:
+        publish_adamw.fill(job, part)
+        return
     part.title = f"{args.mib} MiB of bf16 weights, {args.changed:.1%} of the elements change"
     part.settings = {"mib": args.mib, "changed": args.changed, "tensors": TENSORS}
     part.metrics, part.against = METRICS, SAFETENSORS
-    names = [HEADRACE, SAFETENSORS] if installed("safetensors") else [HEADRACE]
+    names = [HEADRACE, BY_NUMBER, SAFETENSORS] if installed("safetensors") else [HEADRACE, BY_NUMBER]
     candidates = [
         Candidate(
             name, "headrace.bench.workloads.publish:measure", (name, str(job.scratch / str(n)), args.mib, args.changed)
@@ -87,9 +96,11 @@ def measure(name: str, folder: str, mib: int, changed: float) -> dict[str, float
     weights = _weights(mib)
     held = {key: torch.empty_like(value) for key, value in weights.items()}
     Path(folder).mkdir(exist_ok=True)
-    run = _headrace if name == HEADRACE else _safetensors
     try:
-        figures = run(Path(folder), weights, held, changed)
+        if name == SAFETENSORS:
+            figures = _safetensors(Path(folder), weights, held, changed)
+        else:
+            figures = _headrace(Path(folder), weights, held, changed, by_number=name == BY_NUMBER)
     finally:
         shutil.rmtree(folder)
     if not all(torch.equal(held[key], value) for key, value in weights.items()):
@@ -97,7 +108,9 @@ def measure(name: str, folder: str, mib: int, changed: float) -> dict[str, float
     return figures
 
 
-def _headrace(folder: Path, weights: dict[str, Any], held: dict[str, Any], changed: float) -> dict[str, float]:
+def _headrace(
+    folder: Path, weights: dict[str, Any], held: dict[str, Any], changed: float, *, by_number: bool
+) -> dict[str, float]:
     from headrace.checkpoint import Checkpointer, Subscriber
 
     nbytes = sum(value.nbytes for value in weights.values())
@@ -105,9 +118,12 @@ def _headrace(folder: Path, weights: dict[str, Any], held: dict[str, Any], chang
         for step in (1, 2):
             if step == 2:
                 _change(weights, changed)
-            checkpointer.save(step, {"model": weights}).result()
+            saved = time.perf_counter()
+            handle = checkpointer.save(step, {"model": weights})
+            future = None if by_number else checkpointer.publish("policy", handle)
+            handle.result()
             began = time.perf_counter()
-            future = checkpointer.publish("policy", step)
+            future = future or checkpointer.publish("policy", step)
             assert future is not None
             record = future.result()
             published = time.perf_counter()
@@ -123,6 +139,7 @@ def _headrace(folder: Path, weights: dict[str, Any], held: dict[str, Any], chang
         target.copy_(source)
     return {
         "seconds": end - began,
+        "from_save_s": end - saved,
         "publish_s": published - began,
         "prepare_s": ready - published,
         "stall_s": end - ready,
@@ -146,6 +163,7 @@ def _safetensors(folder: Path, weights: dict[str, Any], held: dict[str, Any], ch
     end = time.perf_counter()
     return {
         "seconds": end - began,
+        "from_save_s": end - began,
         "publish_s": published - began,
         "prepare_s": ready - published,
         "stall_s": end - ready,

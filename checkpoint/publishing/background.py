@@ -13,10 +13,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.handle import Handle
 from headrace.checkpoint.publishing import publisher
+from headrace.checkpoint.publishing.comparison import Held
+from headrace.checkpoint.publishing.early import EarlyComparison
 from headrace.checkpoint.publishing.records import Published
 from headrace.checkpoint.publishing.source import Choice
 from headrace.checkpoint.repository import steps as repository
-from headrace.dataio.core.errors import DeadlineError
+from headrace.checkpoint.saving.arena import Staging
+from headrace.dataio.core.errors import DeadlineError, HeadraceError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
@@ -31,11 +34,12 @@ class BackgroundPublisher:
         store: the repository.
         run: the run of the steps.
         timeout: limit in seconds of the wait for a save, and of the wait for room.
+        staging: the staging memory of the saves, from which a step is published if it is still there.
     """
 
-    def __init__(self, store: Store, run: str, timeout: float) -> None:
-        self._store, self._run, self._timeout = store, run, timeout
-        self._held: dict[str, publisher.Held] = {}
+    def __init__(self, store: Store, run: str, timeout: float, staging: Staging | None = None) -> None:
+        self._store, self._run, self._timeout, self._staging = store, run, timeout, staging
+        self._held: dict[str, Held] = {}
         self._room = threading.Semaphore(MAX_WAITING)
         self._pool: ThreadPoolExecutor | None = None
         self._futures = set[Future[Published]]()
@@ -82,12 +86,33 @@ class BackgroundPublisher:
             _log.error("%s was not published: %s", name, error)
 
     def _publish(self, name: str, step: int | str | Handle, choice: Choice, move: bool) -> Published:
-        wanted = self._saved(step) if isinstance(step, Handle) else step
+        held, early = self._held.setdefault(name, Held()), None
+        if isinstance(step, Handle):
+            early = self._compared_early(name, step, choice, held)
+            try:
+                wanted: int | str | Base = self._saved(step)
+            except BaseException:
+                if early is not None:
+                    early.discard(self._store)
+                raise
+        else:
+            wanted = step
         base = repository.find(self._store, self._run, wanted)
         if base is None:
             raise repository.missing(self._store, self._run)
-        held = self._held.setdefault(name, publisher.Held())
-        return publisher.publish(self._store, name, self._run, base, choice, held=held, move=move)
+        return publisher.publish(
+            self._store, name, self._run, base, choice, held=held, staging=self._staging, early=early, move=move
+        )
+
+    def _compared_early(self, name: str, handle: Handle, choice: Choice, held: Held) -> EarlyComparison | None:
+        """Compare the weights while the save writes them. An error is logged: the step is compared after its commit."""
+        if self._staging is None or not handle.wait_staged(self._timeout) or handle.error is not None:
+            return None
+        try:
+            return publisher.begin(self._store, name, choice, handle.attempt, self._staging, held)
+        except HeadraceError as error:
+            _log.info("step %s is compared after its commit: %s", handle.step, error)
+            return None
 
     def _saved(self, handle: Handle) -> Base:
         """Wait for a save. Its error still counts as not fetched, so the checkpointer raises it as well."""

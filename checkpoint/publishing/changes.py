@@ -8,8 +8,10 @@ Failure behaviour: `CorruptionError` if a block does not have the digest of the 
 from __future__ import annotations
 
 import math
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,19 +22,22 @@ import torch
 
 from headrace.checkpoint import sharding
 from headrace.checkpoint.format.chunking import digest
-from headrace.checkpoint.publishing.difference import Bytes, Change, decode
+from headrace.checkpoint.publishing.difference import I64, Bytes, Change, changed_positions, decode
 from headrace.checkpoint.publishing.records import Published
 from headrace.checkpoint.publishing.source import Choice, PublishedTensor, published_tensors
-from headrace.checkpoint.publishing.targets import I64, Target
+from headrace.checkpoint.publishing.targets import Target
 from headrace.checkpoint.publishing.updates import Update, UpdateRow
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES, TensorBlocks, Weights
+from headrace.checkpoint.repository.fetch import in_order
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.restoring.saved_step import SavedStep
+from headrace.checkpoint.saving.copy_threads import num_copy_threads
 from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.store.base import Store
 
-_POSITION_BYTES = 4
+_POSITION_BYTES = 8
+_MOST_THREADS = 4
 _INTEGERS: dict[int, Any] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
@@ -41,20 +46,30 @@ class OtherContentError(CorruptionError):
 
 
 class _Write(msgspec.Struct, frozen=True):
-    """New elements of a target.
+    """New elements of a target, in integers of its element size.
 
-    `where`: their positions in the local part from `start` on, a range of them, or slices of each dimension
-    (`Target.grid`).
+    `where`: their positions in the local part, a range of them, or slices of each dimension (`Target.grid`).
     """
 
     target: Target
     values: torch.Tensor
     where: torch.Tensor | slice | tuple[slice, ...]
-    start: int = 0
 
     def run(self) -> None:
-        memory = self.target.grid() if isinstance(self.where, tuple) else self.target.flat()[self.start :]
-        memory[self.where] = self.values
+        if isinstance(self.where, torch.Tensor):
+            self.target.flat.scatter_(0, self.where, self.values)  # faster than an assignment by index
+        elif isinstance(self.where, slice):
+            self.target.flat[self.where] = self.values
+        else:
+            self.target.grid()[self.where] = self.values
+
+
+def _write(target: Target, values: npt.NDArray[Any], where: I64 | slice | tuple[slice, ...]) -> _Write:
+    """New elements of a target. They are moved to its device now, so that `commit` need not wait for it."""
+    device, dtype = target.local.device, target.flat.dtype
+    moved = torch.from_numpy(values).to(device)
+    at = torch.from_numpy(where).to(device) if isinstance(where, np.ndarray) else where
+    return _Write(target, moved if moved.dtype == dtype else moved.view(dtype), at)
 
 
 class PreparedChanges:
@@ -64,15 +79,9 @@ class PreparedChanges:
         self._writes: list[_Write] = []
         self._at_once = at_once
 
-    def add(self, target: Target, values: npt.NDArray[Any], where: I64 | slice | tuple[slice, ...]) -> None:
-        """Add new elements of a target. They are moved to its device now, so that `commit` need not wait for it."""
-        device, dtype, start = target.local.device, target.flat().dtype, 0
-        moved = torch.from_numpy(values).to(device)
-        at: Any = where
-        if isinstance(where, np.ndarray):  # ascending, and of one block
-            start = int(where[0])
-            at = torch.from_numpy((where - start).astype(np.int32)).to(device)
-        self._writes.append(_Write(target, moved if moved.dtype == dtype else moved.view(dtype), at, start))
+    def add(self, writes: Iterable[_Write]) -> None:
+        """Add new elements of targets."""
+        self._writes += writes
         if self._at_once:
             self.commit()
             self._writes.clear()
@@ -86,24 +95,38 @@ class PreparedChanges:
 
 Chain = Sequence[tuple[Update, Weights]]
 """Updates, oldest first, each with the table of the version that it leads to."""
+_Stored = tuple[int, memoryview, TensorBlocks]
+"""A stored change of a block: how it is stored, its bytes, and its tensor."""
+_Task = tuple[Target, int, list[_Stored]]
+"""A block of a target, and its changes in order."""
 
 
 def from_updates(chain: Chain, targets: Mapping[str, Target]) -> PreparedChanges:
-    """Take the changes from these updates."""
-    changes = defaultdict[tuple[str, int], list[Change]](list)
-    for update, weights in chain:
-        rows = [row for row in update.rows if _is_needed(row, weights.tensors[row.tensor], targets)]
-        for row, stored in update.read(rows):
-            form = weights.tensors[row.tensor]
-            changes[form.name, row.block].append(_decoded(row, stored, form))
-    prepared = PreparedChanges()
-    for name, block in sorted(changes):
-        target, several = targets[name], changes.pop((name, block))  # frees the memory of each block
-        if target.is_whole:
-            _add_whole_block(prepared, target, block, several)
-        else:
-            _add_changed_part(prepared, target, block, several)
+    """Take the changes from these updates. Threads decode and verify blocks while the next ones are read."""
+    prepared, threads = PreparedChanges(), min(num_copy_threads(), _MOST_THREADS)
+    with ThreadPoolExecutor(threads, "headrace-apply") as pool:
+        for writes in in_order(pool, _changed_block, _tasks(chain, targets), 4 * threads):
+            prepared.add(writes)
     return prepared
+
+
+def _tasks(chain: Chain, targets: Mapping[str, Target]) -> Iterator[_Task]:
+    """Yield each block once all of its changes are read: those that the last update changes first."""
+    earlier, (last, newest) = defaultdict[tuple[str, int], list[_Stored]](list), chain[-1]
+    for update, weights in chain[:-1]:
+        for name, block, stored in _read_update(update, weights, targets):
+            earlier[name, block].append(stored)
+    for name, block, stored in _read_update(last, newest, targets):
+        yield targets[name], block, [*earlier.pop((name, block), ()), stored]
+    for (name, block), several in earlier.items():
+        yield targets[name], block, several
+
+
+def _read_update(update: Update, weights: Weights, targets: Mapping[str, Target]) -> Iterator[tuple[str, int, _Stored]]:
+    rows = [row for row in update.rows if _is_needed(row, weights.tensors[row.tensor], targets)]
+    for row, data in update.read(rows):
+        form = weights.tensors[row.tensor]
+        yield form.name, row.block, (row.how, data, form)
 
 
 def _is_needed(row: UpdateRow, form: TensorBlocks, targets: Mapping[str, Target]) -> bool:
@@ -112,35 +135,58 @@ def _is_needed(row: UpdateRow, form: TensorBlocks, targets: Mapping[str, Target]
     return target is not None and target.form.same_form(form) and target.holds(row.block)
 
 
-def _decoded(row: UpdateRow, stored: memoryview, form: TensorBlocks) -> Change:
-    return decode(stored, row.how, form.size_of(row.block), form.item)
+def _changed_block(task: _Task) -> list[_Write]:
+    target, block, stored = task
+    changes = [decode(data, how, form.size_of(block), form.item) for how, data, form in stored]
+    if target.is_whole:
+        return _change_of_whole_block(target, block, changes)
+    return _change_of_part(target, block, changes)
 
 
-def _add_whole_block(prepared: PreparedChanges, target: Target, block: int, changes: Iterable[Change]) -> None:
-    """Apply the changes to a copy of the block, verify it, and add the elements that differ.
+class _Scratch(threading.local):
+    """Memory for one block, once for each thread: new memory for each block would cost more than the copy into it."""
 
-    If their positions need more memory than the block, the block is added.
+    def __init__(self) -> None:
+        self.block = np.empty(0, np.uint8)
+
+    def copy_of(self, block: Bytes) -> Bytes:
+        """A copy that is valid until the next call in this thread."""
+        if len(self.block) < len(block):
+            self.block = np.empty(len(block), np.uint8)
+        copy = self.block[: len(block)]
+        np.copyto(copy, block)
+        return copy
+
+
+_scratch = _Scratch()
+
+
+def _change_of_whole_block(target: Target, block: int, changes: Sequence[Change]) -> list[_Write]:
+    """Apply the changes to a copy of the block, verify it, and take the elements that differ.
+
+    If their positions need more memory than the block, take the block.
     """
     form = target.form
-    old = target.read_block(block)
-    new = old.copy()
+    old = target.view_block(block)
+    new = _scratch.copy_of(old)
     for change in changes:
         change.apply(new, form.item)
     if digest(new.data) != form.digest_of(block):
         raise OtherContentError(f"block {block} of {form.name!r:.200} was changed since the last apply")
     unit = _INTEGERS[min(form.item, 8)]
     size = np.dtype(unit).itemsize
-    positions, first = np.flatnonzero(old.view(unit) != new.view(unit)), block * BLOCK_BYTES // size
+    values, first = new.view(unit), block * BLOCK_BYTES // size
+    only = changes[0].positions if len(changes) == 1 else None
+    positions = only if only is not None else changed_positions(values, old.view(unit))
     if len(positions) * (_POSITION_BYTES + size) > len(new):
-        prepared.add(target, new.view(unit), slice(first, first + len(new) // size))
-    elif len(positions):
-        prepared.add(target, new.view(unit)[positions], positions + first)
+        return [_write(target, values.copy(), slice(first, first + len(values)))]
+    return [_write(target, values[positions], positions + first)] if len(positions) else []
 
 
-def _add_changed_part(prepared: PreparedChanges, target: Target, block: int, changes: Iterable[Change]) -> None:
-    """Add the elements of the changes that this process holds.
+def _change_of_part(target: Target, block: int, changes: Iterable[Change]) -> list[_Write]:
+    """Take the elements of the changes that this process holds.
 
-    New values are added, not differences: tensors may share memory, and a difference must not be applied twice.
+    They are new values, not differences: tensors may share memory, and a difference must not be applied twice.
     """
     form = target.form
     replaced, block_bytes = False, np.zeros(form.size_of(block), np.uint8)
@@ -148,31 +194,32 @@ def _add_changed_part(prepared: PreparedChanges, target: Target, block: int, cha
         replaced = replaced or (change.positions is None and not change.xor)
         change.apply(block_bytes, form.item)
     if replaced:
-        _add_part(prepared, target, block, block_bytes)
-        return
+        return _part_of(target, block, block_bytes)
     unit = _INTEGERS[min(form.item, 8)]
     differences = block_bytes.view(unit)
     positions = np.flatnonzero(differences)
     first = block * BLOCK_BYTES // np.dtype(unit).itemsize
     inside, local = target.local_positions(positions + first, form.item // np.dtype(unit).itemsize)
-    if len(inside):
-        prepared.add(target, target.read_integers(local).view(unit) ^ differences[positions[inside]], local)
+    if not len(inside):
+        return []
+    return [_write(target, target.read_integers(local).view(unit) ^ differences[positions[inside]], local)]
 
 
-def _add_part(prepared: PreparedChanges, target: Target, block: int, data: Bytes) -> None:
-    """Add the elements of a block that this process holds."""
+def _part_of(target: Target, block: int, data: Bytes) -> list[_Write]:
+    """The elements of a block that this process holds."""
     item = min(target.form.item, 8)  # an element of 16 bytes counts as two
     values: npt.NDArray[Any] = data.view(_INTEGERS[item])
     first = block * BLOCK_BYTES // item
     if (start := target.run_start(item)) is not None:
-        low, high = max(first, start), min(first + len(values), start + target.flat().numel())
-        if low < high:
-            prepared.add(target, values[low - first : high - first], slice(low - start, high - start))
-        return
+        low, high = max(first, start), min(first + len(values), start + target.flat.numel())
+        part = values[low - first : max(high - first, 0)]
+        return [_write(target, part, slice(low - start, high - start))] if low < high else []
     per_element = target.form.item // item
-    for at, extent, from_, to in sharding.overlap_blocks(target.form.box, target.box, per_element, first, len(values)):
-        part = values[at : at + math.prod(extent)].reshape(extent)[from_]
-        prepared.add(target, np.ascontiguousarray(part), to)
+    boxes = sharding.overlap_blocks(target.form.box, target.box, per_element, first, len(values))
+    return [
+        _write(target, np.ascontiguousarray(values[at : at + math.prod(extent)].reshape(extent)[from_]), to)
+        for at, extent, from_, to in boxes
+    ]
 
 
 def _verify(form: TensorBlocks, block: int, data: Bytes) -> None:
@@ -210,7 +257,7 @@ def from_step(
                 )
             for block, data in _read(tensors[name], held):
                 _verify(target.form, block, data)
-                _add_part(prepared, target, block, data)
+                prepared.add(_part_of(target, block, data))
     return prepared
 
 

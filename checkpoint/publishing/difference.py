@@ -30,6 +30,7 @@ _WORTH = 0.97
 _HEAD = struct.Struct("<IB")  # number of changed elements, bytes of a distance
 _LEVEL = 1
 Bytes = npt.NDArray[np.uint8]
+I64 = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 _UINT: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -41,7 +42,7 @@ class Change(msgspec.Struct, frozen=True):
     """
 
     values: npt.NDArray[Any]
-    positions: npt.NDArray[np.int64] | None = None
+    positions: I64 | None = None
     xor: bool = False
 
     def apply(self, block: Bytes, item: int) -> None:
@@ -67,23 +68,40 @@ _zstd = _Zstd()
 
 def encode(new: Bytes, old: Bytes, item: int) -> tuple[int, bytes]:
     """Return (how, bytes) of the smallest form of the change from `old` to `new`, which have the same length."""
-    item = min(item, 8)  # an element of 16 bytes counts as two
-    difference = new.view(_UINT[item]) ^ old.view(_UINT[item])
-    positions = np.flatnonzero(difference != 0)  # of bools it is five times as fast
-    share = len(positions) / max(len(difference), 1)
+    unit = _UINT[min(item, 8)]  # an element of 16 bytes counts as two
+    after, before = new.view(unit), old.view(unit)
+    positions = changed_positions(after, before)
+    share = len(positions) / max(len(after), 1)
     best: tuple[int, bytes] = (WHOLE, b"")
     size = _WORTH * len(new)
-    if share <= 1 / 3 and len(sparse := _encode_sparse(difference, positions)) < size:
+    if share <= 1 / 3 and len(sparse := _encode_sparse(after[positions] ^ before[positions], positions)) < size:
         best, size = (SPARSE, sparse), len(sparse)
-    if share >= 1 / 10 and len(dense := _zstd.compress(_planes(difference).tobytes())) < size:
+    if share >= 1 / 10 and len(dense := _zstd.compress(_planes(after ^ before).tobytes())) < size:
         best = XOR, dense
     return best if best[0] != WHOLE else (WHOLE, new.tobytes())
 
 
-def _encode_sparse(difference: npt.NDArray[Any], positions: npt.NDArray[np.int64]) -> bytes:
+def changed_positions(new: npt.NDArray[Any], old: npt.NDArray[Any]) -> I64:
+    """The positions of the elements that differ, in ascending order.
+
+    Few changes are found in two passes: first the words of eight comparisons that hold one, then the changes in these
+    words. It takes little more than half of the time of `flatnonzero`.
+    """
+    differ = new != old
+    whole = len(differ) // 8 * 8
+    if np.count_nonzero(differ) * 16 > len(differ):
+        return np.flatnonzero(differ)
+    words = differ[:whole].view(np.uint64)
+    at = np.flatnonzero(words != 0)
+    inside = np.flatnonzero(words[at].view(np.bool_))
+    first = (at[inside >> 3] << 3) + (inside & 7)
+    return first if whole == len(differ) else np.concatenate([first, whole + np.flatnonzero(differ[whole:])])
+
+
+def _encode_sparse(differences: npt.NDArray[Any], positions: I64) -> bytes:
     distances = np.diff(positions, prepend=0)
     width = 1 if not len(distances) or distances.max() < 1 << 8 else 2 if distances.max() < 1 << 16 else 4
-    planes = np.concatenate([_planes(distances.astype(_UINT[width])), _planes(difference[positions])])
+    planes = np.concatenate([_planes(distances.astype(_UINT[width])), _planes(differences)])
     return _HEAD.pack(len(positions), width) + _zstd.compress(planes.tobytes())
 
 

@@ -10,7 +10,7 @@ Invariants:
 - The update leads from the version before to this one, block by block. An old block that does not have its digest is not
   used.
 - Memory: two pieces of a tensor of each version and a few blocks. If `Held` keeps the weights, also those of the newest
-  version, and meanwhile those of the next one.
+  version. A step in staging memory is not read back.
 
 Failure behaviour: `ConflictError` if another process published the next version first, or if the name belongs to
 another run. A publisher that dies leaves the version before. A version before that cannot be read makes a version without an
@@ -19,64 +19,34 @@ update. A publication that fails leaves no tag, unless it is unknown whether its
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.documents import Base, this_process
 from headrace.checkpoint.publishing import records
-from headrace.checkpoint.publishing.difference import WHOLE, Bytes, encode
+from headrace.checkpoint.publishing.comparison import Comparison, Held, compare
+from headrace.checkpoint.publishing.early import EarlyComparison, compare_early
 from headrace.checkpoint.publishing.records import Published, Stored
-from headrace.checkpoint.publishing.source import Choice, PublishedTensor, blocks_of, published_tensors
-from headrace.checkpoint.publishing.updates import EncodedBlock, store_update
-from headrace.checkpoint.publishing.weights import TensorBlocks, Weights, load_weights, store_weights
+from headrace.checkpoint.publishing.source import Choice, PublishedTensor, in_staging, published_tensors
+from headrace.checkpoint.publishing.staged import StagedMemoryError, StagedStep
+from headrace.checkpoint.publishing.weights import store_weights
 from headrace.checkpoint.repository import tag_records, tags
+from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.restoring.saved_step import SavedStep
-from headrace.checkpoint.state.tensors import name_of
+from headrace.checkpoint.saving.arena import Staging
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
-from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError, UsageError
-from headrace.dataio.core.limits import GIB
+from headrace.dataio.core.errors import ConflictError, CorruptionError, HeadraceError, NotFoundError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
-HELD_BYTES = 4 * GIB
-"""Weights up to this size stay in a publisher's memory until the next version. Larger ones are read again."""
-_THREADS = 2
-_WORTH = 0.9
-"""An update that is not below this fraction of the changed blocks is deleted: the step serves as well."""
 _log = get_logger(__name__)
 
 _after_tag = declare("publish.tagged", "a tag keeps the step, and nothing else was written")
 _after_update = declare("publish.update", "the table and the update are stored, and no record names them")
 _after_record = declare("publish.record", "the version is published, and old versions are not deleted yet")
-
-
-class Held:
-    """The weights of the newest version that this process published, in memory.
-
-    Args:
-        limit (int): weights of more bytes are not kept. Default: `HELD_BYTES`.
-    """
-
-    def __init__(self, limit: int = HELD_BYTES) -> None:
-        self.limit = limit
-        self._version: tuple[str, int] | None = None
-        self._tensors: dict[str, list[Bytes]] = {}
-
-    def of(self, record: Published | None) -> dict[str, list[Bytes]]:
-        """The blocks of the tensors of a version by name; empty if they are not held."""
-        return (
-            self._tensors if record and self._version == (record.attempt + record.weights.digest, record.number) else {}
-        )
-
-    def keep(self, record: Published, tensors: dict[str, list[Bytes]]) -> None:
-        """Keep the blocks of a version in place of those of the earlier one."""
-        self._version, self._tensors = (record.attempt + record.weights.digest, record.number), tensors
 
 
 def publish(
@@ -87,6 +57,8 @@ def publish(
     choice: Choice,
     *,
     held: Held | None = None,
+    staging: Staging | None = None,
+    early: EarlyComparison | None = None,
     move: bool = False,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Published:
@@ -99,6 +71,8 @@ def publish(
         base: the step.
         choice: the tensors, and the dtype in which they are published.
         held: keeps the weights in memory until the next call, which then need not read them again.
+        staging: the staging memory of the run's saves on rank 0. If it still holds the step, the step is not read back.
+        early: the result of `begin` for this step. It is used if the version before is still the same.
         move: publish also if the version before is of another run.
         clock: the time of the record.
 
@@ -122,9 +96,14 @@ def publish(
         with _tag_removed_after_an_error(store, tag):
             tags.tag(store, tag, run, base, clock=clock)
             _after_tag()
-            step = SavedStep(store, stack.enter_context(chunk_reader.LeasedStep(store, run, base, clock)), 0)
-            prefix, tensors = published_tensors(step, choice)
-            comparison, update = _compared(store, name, tensors, before, held, clock)
+            step = stack.enter_context(chunk_reader.LeasedStep(store, run, base, clock))
+            prefix, tensors = published_tensors(SavedStep(store, step, 0), choice)
+            if early is not None and early.is_of(before, prefix, tensors, step):
+                comparison, update = early.comparison, early.update
+            else:
+                if early is not None:
+                    early.discard(store)
+                comparison, update = _compared(store, name, step, tensors, before, held, staging, clock)
             weights = store_weights(store, name, comparison.weights(), clock)
             _after_update()
             record = Published(
@@ -150,7 +129,7 @@ def publish(
         written = records.write(store, record)  # an error may leave a record, which needs the tag
     if written:
         _after_record()
-        held.keep(record, comparison.kept)
+        held.keep(record)
         if _delete_old(store, record) < number + records.KEPT_VERSIONS:
             return record  # otherwise the record of this number had been deleted, and no subscriber reads this one
     else:
@@ -187,154 +166,37 @@ def _delete_tag(store: Store, tag: str) -> None:
         store.delete_many([tag_records.key_of(tag)])
 
 
+def begin(
+    store: Store, name: str, choice: Choice, attempt: str, staging: Staging, held: Held, clock: Clock = SYSTEM_CLOCK
+) -> EarlyComparison | None:
+    """Compare a save that is still being written with the newest version, for a later `publish` of its step.
+
+    Returns None if the weights are not all in staging memory. `publish` then compares the step.
+    """
+    return compare_early(store, name, choice, attempt, staging, _newest(store, name)[0], held, clock)
+
+
 def _compared(
     store: Store,
     name: str,
+    step: Step,
     tensors: list[PublishedTensor],
     before: Published | None,
     held: Held,
+    staging: Staging | None,
     clock: Clock,
-) -> tuple[_Comparison, Stored | None]:
-    """Compare with the version before, and store the update. Without one if that version cannot be read."""
-    if before is not None:
+) -> tuple[Comparison, Stored | None]:
+    """Compare with the version before, and store the update. Weights that are in staging memory are not read back."""
+    copy = staging.copy_of(step.base.attempt) if staging is not None else None
+    if staging is not None and copy is not None:
+        staged = StagedStep(staging, copy)
         try:
-            with _OldVersion(store, before, held, clock) as old:
-                comparison = _Comparison(tensors, old, held)
-                update = store_update(store, name, comparison.changes(), clock)
-            if comparison.stored_bytes <= _WORTH * comparison.changed_bytes:
-                return comparison, update
-            store.delete_many([f"{records.folder(name)}{update.key}"])
-            return comparison, None
-        except (UsageError, CorruptionError) as error:
-            _log.warning(
-                "version %s of %s cannot be read, so the next version has no update: %s", before.number, name, error
-            )
-    comparison = _Comparison(tensors, None, held)
-    comparison.only_digests()
-    return comparison, None
-
-
-class _OldVersion:
-    """A context manager that gives access to the blocks of the version before, in memory or in its step."""
-
-    def __init__(self, store: Store, record: Published, held: Held, clock: Clock) -> None:
-        self._store, self._record, self._clock = store, record, clock
-        self._held, self._stack = held.of(record), ExitStack()
-        self._tensors: dict[str, PublishedTensor] = {}
-        self.weights = Weights(())
-
-    def __enter__(self) -> _OldVersion:
-        record = self._record
-        with ExitStack() as stack:
-            self.weights = load_weights(self._store, record)
-            if not self._held:
-                leased = chunk_reader.LeasedStep(self._store, record.run, record.base, self._clock)
-                step = SavedStep(self._store, stack.enter_context(leased), 0)
-                choice = Choice(record.include, record.exclude, record.dtype)
-                self._tensors = {tensor.name: tensor for tensor in published_tensors(step, choice)[1]}
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def blocks(self, names: Sequence[str]) -> Iterator[Bytes]:
-        """The blocks of these tensors, one after the other."""
-        if self._held:
-            return (block for name in names for block in self._held.get(name, ()))
-        missing = [name for name in names if name not in self._tensors]
-        if missing:
-            raise CorruptionError(f"step {self._record.step} has no tensor {missing[0]!r:.200}")
-        return (block for _, block in blocks_of([self._tensors[name] for name in names]))
-
-
-class _Comparison:
-    """Compares the new version with the old one in one pass over both.
-
-    Attributes:
-        nbytes: bytes of all tensors.
-        changed_bytes: bytes of the blocks that changed.
-        stored_bytes: bytes of these blocks in the update.
-        kept: the blocks of the new tensors, if they are not larger than the limit of `held`.
-    """
-
-    def __init__(self, tensors: list[PublishedTensor], old: _OldVersion | None, held: Held) -> None:
-        self._tensors, self._old = tensors, old
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)
-        self.changed_bytes = self.stored_bytes = 0
-        self._digests: list[list[bytes]] = [[] for _ in tensors]
-        self._keeps = self.nbytes <= held.limit
-        self.kept: dict[str, list[Bytes]] = {}
-
-    def changes(self) -> Iterator[EncodedBlock]:
-        """Yield the changed blocks, encoded. Threads encode the next blocks meanwhile."""
-        for number, block, (digest_, encoded) in _in_threads(self._pairs()):
-            self._digests[number].append(digest_)
-            if encoded is not None:
-                how, data, size = encoded
-                self.changed_bytes += size
-                self.stored_bytes += len(data)
-                yield number, block, how, data
-
-    def only_digests(self) -> None:
-        """Compute the digests of all blocks, without a version to compare with."""
-        for _ in self.changes():
-            pass
-
-    def weights(self) -> Weights:
-        """The table of the new version."""
-        entries = zip(self._tensors, self._digests, strict=True)
-        return Weights(
-            tuple(TensorBlocks(t.name, name_of(t.dtype), tuple(t.lazy.shape), b"".join(d)) for t, d in entries)
-        )
-
-    def _pairs(self) -> Iterator[tuple[int, int, Bytes, Bytes | None, bytes, int]]:
-        """Yield each block with the old one: tensor, block, new and old bytes, old digest, bytes of an element."""
-        forms = [TensorBlocks(t.name, name_of(t.dtype), tuple(t.lazy.shape), b"") for t in self._tensors]
-        before = {form.name: self._old_form(form) for form in forms}
-        old_blocks = self._old.blocks([name for name, old in before.items() if old]) if self._old else iter(())
-        block, current = 0, -1
-        for number, new in blocks_of(self._tensors):
-            block, current = (block + 1 if number == current else 0), number
-            form = forms[number]
-            old = before[form.name]
-            if self._keeps:
-                self.kept.setdefault(form.name, []).append(new)
-            yield number, block, new, next(old_blocks) if old else None, old.digest_of(block) if old else b"", form.item
-
-    def _old_form(self, form: TensorBlocks) -> TensorBlocks | None:
-        """The old tensor of this name, if it has the same dtype and shape."""
-        old = self._old.weights.by_name.get(form.name) if self._old else None
-        return old if old and old.same_form(form) else None
-
-
-_Compared = tuple[bytes, tuple[int, bytes, int] | None]
-"""The digest of a block, and, if it changed, how it is stored, its stored bytes and its size."""
-
-
-def _compare(new: Bytes, old: Bytes | None, old_digest: bytes, item: int) -> _Compared:
-    digest_ = digest(new.data)
-    if digest_ == old_digest:
-        return digest_, None
-    if old is None or digest(old.data) != old_digest:
-        return digest_, (WHOLE, new.tobytes(), len(new))
-    how, data = encode(new, old, item)
-    return digest_, (how, data, len(new))
-
-
-def _in_threads(
-    pairs: Iterator[tuple[int, int, Bytes, Bytes | None, bytes, int]],
-) -> Iterator[tuple[int, int, _Compared]]:
-    """Compare blocks in threads, and yield the results in order. At most `8 * _THREADS` blocks wait."""
-    waiting = deque[tuple[int, int, Future[_Compared]]]()
-    with ThreadPoolExecutor(_THREADS, "headrace-publish") as pool:
-        for number, block, new, old, old_digest, item in pairs:
-            waiting.append((number, block, pool.submit(_compare, new, old, old_digest, item)))
-            if len(waiting) >= 8 * _THREADS:
-                first = waiting.popleft()
-                yield first[0], first[1], first[2].result()
-        for number, block, future in waiting:
-            yield number, block, future.result()
+            compared = compare(store, name, in_staging(tensors, staged), before, held, clock)
+            staged.require_same(step.manifests[0])
+            return compared
+        except StagedMemoryError as error:
+            _log.error("step %s is read back to publish it: %s", step.base.step, error)
+    return compare(store, name, tensors, before, held, clock)
 
 
 def _needed(record: Published) -> set[str]:

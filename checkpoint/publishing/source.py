@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ import torch
 from headrace.checkpoint import sharding
 from headrace.checkpoint.publishing.difference import Bytes
 from headrace.checkpoint.publishing.records import is_float
+from headrace.checkpoint.publishing.staged import StagedStep, StagedTensor
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES
 from headrace.checkpoint.restoring.saved_step import LazyTensor, SavedStep
 from headrace.checkpoint.state.fit import Selection
@@ -47,15 +49,35 @@ class Choice:
 
 @dataclass(frozen=True)
 class PublishedTensor:
-    """One tensor of the step, and the dtype in which it is published."""
+    """One tensor of the step, and the dtype in which it is published.
+
+    Args:
+        staged: its staging memory, if it was there.
+        is_saved: whether it can be read from the step: not before the step is committed.
+    """
 
     name: str
     lazy: LazyTensor
     dtype: torch.dtype
+    staged: StagedTensor | None = None
+    is_saved: bool = True
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.lazy.shape
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.lazy.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @contextmanager
+    def staged_block(self, number: int) -> Iterator[tuple[Bytes, bytes] | None]:
+        """A block in staging memory, and its digest, or b"" if it is not known. None if the memory has been taken."""
+        assert self.staged is not None
+        saved, end = self.lazy.dtype.itemsize, min((number + 1) * BLOCK_BYTES, self.nbytes)
+        first, last = number * BLOCK_BYTES // self.dtype.itemsize, end // self.dtype.itemsize
+        with self.staged.read(first * saved, last * saved, self.lazy.dtype, self.dtype) as block:
+            yield block
 
     def blocks(self) -> Iterator[Bytes]:
         """All blocks, in order."""
@@ -155,6 +177,20 @@ def published_tensors(step: SavedStep, choice: Choice) -> tuple[str, list[Publis
         for path, value in lazy.items()
     ]
     return prefix, sorted(tensors, key=lambda tensor: tensor.name)
+
+
+def in_staging(
+    tensors: Iterable[PublishedTensor], staged: StagedStep, *, is_saved: bool = True
+) -> list[PublishedTensor]:
+    """The same tensors. Those that are in staging memory are read from there."""
+    return [
+        replace(
+            tensor,
+            staged=staged.tensor(tensor.lazy.name, name_of(tensor.lazy.dtype), tuple(tensor.shape)),
+            is_saved=is_saved,
+        )
+        for tensor in tensors
+    ]
 
 
 def _dtype_of(saved: torch.dtype, wanted: str) -> torch.dtype:

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from headrace.checkpoint import sharding
 from headrace.checkpoint.format.chunking import Box, run_start, whole
-from headrace.checkpoint.publishing.difference import Bytes
+from headrace.checkpoint.publishing.difference import I64, Bytes
 from headrace.checkpoint.publishing.weights import BLOCK_BYTES, TensorBlocks, Weights
 from headrace.checkpoint.state.tensors import as_bits, byte_range, is_wrapper, name_of, overlapping
 from headrace.dataio.core.errors import UsageError
 
 Place = tuple[StorageWeakRef, int]
-I64 = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Target:
         start = run_start(self.box, self.form.item)
         return None if start is None else start // unit
 
+    @cached_property
     def flat(self) -> torch.Tensor:
         """The local elements as integers, in one dimension. Shares memory if the tensor is contiguous."""
         bits = as_bits(self.local.detach()).reshape(-1)
@@ -65,7 +66,7 @@ class Target:
 
     def grid(self) -> torch.Tensor:
         """`flat` in the dimensions of the local part, and one more: the integers of an element."""
-        return self.flat().reshape(*self.box.local, -1)
+        return self.flat.reshape(*self.box.local, -1)
 
     def holds(self, block: int) -> bool:
         """Whether this process holds any element of the block."""
@@ -74,17 +75,16 @@ class Target:
             math.prod(self.box.local) > 0 and sharding.overlaps(self.form.box, self.box, self.form.item, start, size)
         )
 
-    def read_block(self, block: int) -> Bytes:
-        """A copy of the bytes of a block of a whole tensor."""
+    def view_block(self, block: int) -> Bytes:
+        """The bytes of a block of a whole tensor: its memory, or a copy in main memory."""
         unit = min(self.form.item, 8)
         start, size = block * BLOCK_BYTES // unit, self.form.size_of(block) // unit
-        part = self.flat()[start : start + size]
-        array: Bytes = part.cpu().contiguous().view(torch.uint8).numpy().copy()
+        array: Bytes = self.flat[start : start + size].cpu().view(torch.uint8).numpy()
         return array
 
     def read_integers(self, positions: I64) -> npt.NDArray[Any]:
         """A copy of these integers of the local part."""
-        found: npt.NDArray[Any] = self.flat()[torch.from_numpy(positions).to(self.local.device)].cpu().numpy()
+        found: npt.NDArray[Any] = self.flat[torch.from_numpy(positions).to(self.local.device)].cpu().numpy()
         return found
 
     def local_positions(self, positions: I64, per_element: int = 1) -> tuple[I64, I64]:

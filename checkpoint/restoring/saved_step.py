@@ -40,12 +40,12 @@ from headrace.dataio.store.open import open_store
 class LazyTensor:
     """A saved tensor that is read on access: `t[...]` reads a part, and `t.read()` reads all of it.
 
-    `shape` is the shape of the global tensor.
+    `name` is its name in the checkpoint, and `shape` the shape of the global tensor.
     """
 
     def __init__(self, step: SavedStep, saved: Saved) -> None:
         self._step, self._saved = step, saved
-        self.shape = torch.Size(saved.shape)
+        self.name, self.shape = saved.name, torch.Size(saved.shape)
         self.dtype: torch.dtype = getattr(torch, saved.dtype)
 
     def read(self) -> torch.Tensor:

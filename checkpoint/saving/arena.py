@@ -4,7 +4,7 @@ At allocation, its size is sealed and its pages are touched; `warm_up` does both
 memory is pinned, so that copies run at full speed. The layout changes only when the tensors change.
 Invariant: the arena has one owner at a time. This is the save that staged into it, until that save's worker no longer
 needs it. If contact to the worker is lost, the arena is dropped and never reused, because the worker may still be
-reading it.
+reading it. The copy stays in the arena until the next save takes it. Other threads may read it until then (`reading`).
 Failure behaviour: `DeadlineError` if the previous save does not release the arena in time; `CapacityError` if there
 is not enough memory.
 """
@@ -17,11 +17,13 @@ import mmap
 import os
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from headrace.checkpoint.format.chunking import Layout
+from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.saving.copy_threads import CopyPool, num_copy_threads
 from headrace.dataio.core.errors import CapacityError, DeadlineError, HeadraceError
 from headrace.dataio.core.log import get_logger
@@ -106,6 +108,16 @@ def _pin(tensor: torch.Tensor) -> bool:
     return not failed
 
 
+@dataclass(frozen=True, eq=False)
+class StagedCopy:
+    """What the arena holds: the tensors of an attempt. `tree`: the document that names them, as in a manifest."""
+
+    attempt: str
+    tree: bytes
+    specs: tuple[TensorSpec, ...]
+    layout: Layout
+
+
 class Staging:
     """Owns the arena between saves. `limit`: the largest size of the arena in bytes; None: as large as the state."""
 
@@ -116,6 +128,8 @@ class Staging:
         self._layout: Layout | None = None
         self._free = threading.Condition()
         self._owned = self._closed = False
+        self._copy: StagedCopy | None = None
+        self._readers = 0
 
     def fits(self, layout: Layout) -> bool:
         """Whether the whole state fits into the arena."""
@@ -130,7 +144,9 @@ class Staging:
         """Return the arena, prepared for `layout`. The caller owns it until `give_back` or `abandon`."""
         deadline = time.monotonic() + timeout
         with self._free:
-            while self._owned:
+            while self._owned or self._readers:
+                if not self._owned:
+                    self._copy = None  # no new reader begins; each of those that have begun reads one block
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise DeadlineError(
@@ -138,7 +154,7 @@ class Staging:
                         hint="the store is slower than the interval between saves: save less often",
                     )
                 self._free.wait(remaining)
-            self._owned = True
+            self._owned, self._copy = True, None
         try:
             return self._fitting(layout)
         except BaseException:
@@ -151,9 +167,9 @@ class Staging:
         Returns False if a save owns the arena.
         """
         with self._free:
-            if self._owned or self._closed:
+            if self._owned or self._closed or self._readers:
                 return False
-            self._owned = True
+            self._owned, self._copy = True, None
         threading.Thread(target=self._warm_up, args=(layout, _current_device()), name="headrace-warm-up").start()
         return True
 
@@ -164,10 +180,37 @@ class Staging:
             self._free.notify()
             self._drop_if_closed()
 
+    def set_copy(self, copy: StagedCopy) -> None:
+        """For the owner: record what the arena holds, once the copy is complete."""
+        with self._free:
+            self._copy = copy if self._owned else None
+
+    def copy_of(self, attempt: str) -> StagedCopy | None:
+        """The copy of an attempt; None if the arena does not hold it."""
+        copy = self._copy
+        return copy if copy is not None and copy.attempt == attempt else None
+
+    @contextlib.contextmanager
+    def reading(self, copy: StagedCopy) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint8]] | None]:
+        """The arena's bytes, if it still holds this copy; None otherwise. The next save waits until the block ends."""
+        with self._free:
+            held = self._arena is not None and self._copy is copy and not self._closed
+            memory = self._arena.bytes if held and self._arena is not None else None
+            self._readers += held
+        try:
+            yield memory
+        finally:
+            if held:
+                with self._free:
+                    self._readers -= 1
+                    self._free.notify_all()
+                    self._drop_if_closed()
+
     def abandon(self) -> None:
         """Drop the arena, because a lost worker may still read it. The next save allocates another."""
         with self._free:
             arena, self._arena, self._layout, self._owned = self._arena, None, None, False
+            self._copy = None
             self._free.notify()
             self._drop_if_closed()
         if arena is not None:
@@ -180,7 +223,7 @@ class Staging:
             self._drop_if_closed()
 
     def _drop_if_closed(self) -> None:
-        if self._closed and not self._owned:
+        if self._closed and not self._owned and not self._readers:
             self.pool.shutdown(wait=False)
             if self._arena is not None:
                 self._arena.close()

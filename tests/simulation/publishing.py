@@ -22,7 +22,7 @@ import torch
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, Repo, encode
-from headrace.checkpoint.publishing import publisher, records, source
+from headrace.checkpoint.publishing import changes, comparison, publisher, records, source
 from headrace.checkpoint.publishing.source import Choice
 from headrace.checkpoint.publishing.subscriber import Subscriber
 from headrace.checkpoint.repository import collect, fetch, inventory, lease
@@ -81,7 +81,7 @@ class PublishingHistory:
     def run(self) -> PublishingJournal:
         """Run the history to its end, then check the final state."""
         self.bucket.apply_put(names.REPO, encode(Repo(id=names.new_id(self.clock), created=0.0)))
-        with patched(self.simulation, lease, fetch, inventory, publisher, source):
+        with patched(self.simulation, lease, fetch, inventory, comparison, source, changes):
             self.simulation.start(self._story, process=Process("driver"))
             self._run_all()
             self.bucket.faults = Faults()
@@ -131,7 +131,7 @@ class PublishingHistory:
             self.simulation.sleep(self.draw.uniform(1, 40))
 
     def _publisher(self) -> None:
-        held = self.draw.choice((None, publisher.Held()))
+        held = self.draw.choice((None, comparison.Held()))
         while not self.over:
             self.simulation.sleep(self.draw.uniform(0, 20))
             try:

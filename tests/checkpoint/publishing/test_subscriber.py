@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer, Keep, Subscriber
-from headrace.checkpoint.publishing import changes, publisher, records
+from headrace.checkpoint.publishing import changes, comparison, records
 from headrace.checkpoint.repository import collect
 from headrace.dataio.core.errors import ConflictError, CorruptionError, DeadlineError, NotFoundError, UsageError
 from headrace.dataio.store.open import open_store
@@ -75,7 +75,7 @@ def test_an_older_step_is_published_again_to_roll_back(trainer: Trainer) -> None
 
 
 def test_many_changes_are_applied_from_the_step(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "_WORTH", 0.5)
+    monkeypatch.setattr(comparison, "_WORTH", 0.5)
     trainer.next_version()
     held = empty_like(trainer.weights[1])
     with Subscriber(trainer.url, "policy") as subscriber:
