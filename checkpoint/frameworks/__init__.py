@@ -5,6 +5,7 @@
 - `torch_checkpointing`: a storage and a manager.
 - `lightning`: a `CheckpointIO`.
 - `transformers`: a `Trainer`, and a callback; `transformers_data`: a `Trainer` on a Headrace loader.
+- `vllm`: an engine of vLLM's weight transfer that loads published weights.
 - `accelerate`: hooks of `save_state` and `load_state`.
 
 Trainers that save through torch.distributed.checkpoint use `headrace.checkpoint.dcp` instead.
@@ -23,3 +24,20 @@ Invariant: importing this package imports no framework.
 Failure behaviour: errors of `headrace.dataio.core.errors`. A framework that is not installed raises its own
 ImportError.
 """
+
+from __future__ import annotations
+
+import contextlib
+
+
+def register_vllm() -> None:
+    """Make `headrace` a backend of vLLM's weight transfer. vLLM calls it in each of its processes, as a plug-in.
+
+    Nothing of the engine is imported until vLLM creates it.
+    """
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    with contextlib.suppress(ValueError):  # registered already
+        WeightTransferEngineFactory.register_engine(
+            "headrace", "headrace.checkpoint.frameworks.vllm", "PublishedWeightsEngine"
+        )

@@ -140,6 +140,39 @@ class Subscriber:
             self.clock.sleep(remaining)
         return version
 
+    def at(self, number: int, timeout: float | None = None) -> NewVersion:
+        """Wait for the version with this number, also if there is a newer one. So several processes change together.
+
+        Args:
+            number (int): The number, from 1 on. It may be less than that of the version that the tensors hold.
+            timeout (float | None): Limit in seconds. Default: None, no limit.
+
+        Returns:
+            NewVersion: That version.
+
+        Raises:
+            DeadlineError: It is not published within `timeout`.
+            NotFoundError: Its record was removed: only those of the newest 32 versions are kept.
+            UsageError: The tensors hold it already, or the subscriber is closed.
+        """
+        if number < 1 or number == self.version:
+            why = "versions are numbered from 1" if number < 1 else "the tensors hold it already"
+            raise UsageError(f"version {number} of {self.name}: {why}", hint="wait() gives the newest version")
+        until = None if timeout is None else self.clock.monotonic() + timeout
+        while True:
+            if self._closed:
+                raise UsageError(f"the subscriber of {self.name} is closed", hint="create another Subscriber")
+            newest = records.newest_number(self.store, self.name) or 0
+            if newest >= number:
+                return NewVersion(self, records.read_record(self.store, self.name, number))
+            remaining = self._poll if until is None else min(self._poll, until - self.clock.monotonic())
+            if remaining <= 0:
+                raise DeadlineError(
+                    f"version {number} of {self.name} is not published after {timeout:g} s, version {newest} is",
+                    hint="look at the publisher's log; `headrace ckpt published` lists the newest versions",
+                )
+            self.clock.sleep(remaining)
+
     def _is_worth_listing(self, looks: int) -> bool:
         """Whether there may be a new version. After 32 versions the next record has been deleted, and only a listing shows it."""
         version = self.version
@@ -208,6 +241,29 @@ class NewVersion:
         if self._chain is not None:
             return sum(stored_bytes(update.rows) for update, _ in self._chain)
         return self._changed_bytes()
+
+    def changed_since(self, other: NewVersion | None) -> list[str]:
+        """The names of the tensors that differ from those of another version, in order. All of them for None."""
+        if other is None:
+            return [tensor.name for tensor in self._weights.tensors]
+        return list(self._weights.changed_blocks(other._weights))
+
+    def empty_tensors(self, like: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """Tensors to apply this version to, in main memory, without values yet.
+
+        Args:
+            like (Mapping[str, torch.Tensor] | None): Those of another version. A tensor with the same name, dtype and
+                shape is taken from it. Default: None, all are allocated.
+
+        Returns:
+            dict[str, torch.Tensor]: A tensor of the published dtype and shape for each published name.
+        """
+        tensors, like = dict[str, torch.Tensor](), like or {}
+        for form in self._weights.tensors:
+            found, dtype = like.get(form.name), getattr(torch, form.dtype)
+            fits = found is not None and (found.dtype, tuple(found.shape)) == (dtype, form.shape)
+            tensors[form.name] = found if found is not None and fits else torch.empty(form.shape, dtype=dtype)
+        return tensors
 
     def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Bring the tensors to this version: `prepare`, then `commit`.

@@ -8,6 +8,7 @@ import pytest
 
 from headrace.checkpoint import RNG, Checkpointer, copy, diff, export, import_checkpoint, read
 from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
+from headrace.checkpoint.publishing.host_copy import HostCopy
 
 
 @pytest.mark.parametrize(
@@ -24,13 +25,14 @@ from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
         RNG,
         RepositoryWriter,
         RepositoryReader,
+        HostCopy,
     ],
     ids=lambda shown: shown.__qualname__,
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_the_example_of_a_docstring_runs(shown: object) -> None:
     known: dict[str, object] = {"Checkpointer": Checkpointer, "read": read, "RNG": RNG}
-    known.update(copy=copy, diff=diff)
+    known.update(copy=copy, diff=diff, HostCopy=HostCopy)
     known.update(RepositoryReader=RepositoryReader, RepositoryWriter=RepositoryWriter)
     (found,) = doctest.DocTestFinder(recurse=False).find(shown, "example", globs=known)
     assert found.examples
