@@ -27,7 +27,7 @@ from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.posix import PosixStore
 from headrace.dataio.testing.system import stopped
-from tests.dataio.sidecar.conftest import RunningDaemon
+from tests.dataio.sidecar.conftest import RunningDaemon, wait_for
 
 
 class Counted(PosixStore):
@@ -194,8 +194,12 @@ def test_a_daemon_that_dies_is_used_again_when_it_is_back(
             assert shared.get(key) == shards[key]
         assert shared.bytes["sidecar"] == before
         daemon.start()
-        while shared.bytes["sidecar"] == before:
+
+        def is_served(before: int = before) -> bool:
             assert read(shared, "shards/0.tar", (0, 9)) == [shards["shards/0.tar"][:9]]
+            return shared.bytes["sidecar"] > before
+
+        wait_for(is_served)
     told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert 1 <= len(told) <= 2, told  # the connection ended during a request, or no daemon answered
 
