@@ -18,6 +18,7 @@ from headrace.checkpoint.gds.saving import SavingStore
 from headrace.checkpoint.saving.progress import RecordingStore
 from headrace.dataio.cache.objects import KnownSizes
 from headrace.dataio.cache.readers.bypass import PartlyFetchedStore
+from headrace.dataio.sidecar.store import SidecarStore
 from headrace.dataio.store.base import ObjectInfo, Store
 from headrace.dataio.store.hedge import Hedge
 from headrace.dataio.store.local_tier.stores import TierReader, WriteThroughTier
@@ -53,6 +54,7 @@ WRAPPERS: dict[type[Store], Callable[[Store], Store]] = {
     WriteThroughTier: lambda inner: WriteThroughTier(inner, _tier, lambda key: True),
     PartlyFetchedStore: PartlyFetchedStore,
     KnownSizes: lambda inner: KnownSizes(inner, dict),
+    SidecarStore: lambda inner: SidecarStore(inner, None, lambda key: True),
     RecordingStore: lambda inner: RecordingStore(inner, NOTHING),
     SavingStore: lambda inner: SavingStore(inner, NOTHING, NOTHING),
     GdsStore: lambda inner: GdsStore(inner, NOTHING),

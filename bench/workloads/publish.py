@@ -114,7 +114,10 @@ def _headrace(
     from headrace.checkpoint import Checkpointer, Subscriber
 
     nbytes = sum(value.nbytes for value in weights.values())
-    with Checkpointer(folder, run="r", sidecar=None) as checkpointer, Subscriber(folder, "policy") as subscriber:
+    with (
+        Checkpointer(folder, run="r", sidecar=None) as checkpointer,
+        Subscriber(folder, "policy", sidecar=None) as subscriber,
+    ):
         for step in (1, 2):
             if step == 2:
                 _change(weights, changed)

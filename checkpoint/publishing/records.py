@@ -115,6 +115,18 @@ def folder(name: str) -> str:
     return f"{PUBLISHED}{name}/"
 
 
+def never_changes(key: str) -> bool:
+    """Whether a subscriber may read the object from a cache: a table, an update, a pack, a manifest or a group.
+
+    They are written once and verified by digests. Records and decisions are small, and are what the others are verified
+    by, so they are always read from the store.
+    """
+    if key.startswith(PUBLISHED):
+        return _STORED.fullmatch(key.rpartition("/")[2]) is not None
+    parsed = names.parse_step_key(key)
+    return key.startswith(names.PACKS) or (parsed is not None and parsed.kind in ("manifest", "group"))
+
+
 def key_of(name: str, number: int) -> str:
     """The key of the record of this version."""
     if number >= _NUMBER_LIMIT:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -38,6 +38,7 @@ from headrace.checkpoint.publishing.weights import Weights, load_weights
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import CorruptionError, DeadlineError, NotFoundError, UsageError
 from headrace.dataio.core.log import get_logger
+from headrace.dataio.sidecar.store import SidecarStore, through_sidecar
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
@@ -68,6 +69,9 @@ class Subscriber:
         name (str): The published name.
         poll (float): Seconds between two looks for a new version, each of which is one request. Default: 1.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
+        sidecar (str | os.PathLike[str] | None): "auto" reads through the node's daemon if it answers, so that the
+            processes of a node fetch each byte once; a path names its socket; None reads the store directly. Default:
+            "auto".
 
     Attributes:
         version (int | None): The number of the version that the tensors hold; None before the first `apply`, and after a
@@ -80,7 +84,7 @@ class Subscriber:
         >>> with Checkpointer(folder, run="exp42", sidecar=None) as checkpointer:
         ...     handle = checkpointer.save(1, {"model": model})
         ...     _ = checkpointer.publish("policy", handle, include="model/*")
-        >>> with Subscriber(folder, "policy") as subscriber:
+        >>> with Subscriber(folder, "policy", sidecar=None) as subscriber:
         ...     subscriber.wait(timeout=60).apply(serving.state_dict())
         >>> torch.equal(model.weight, serving.weight)
         True
@@ -93,13 +97,21 @@ class Subscriber:
         *,
         poll: float = POLL_SECONDS,
         storage_options: Mapping[str, Any] | None = None,
+        sidecar: str | os.PathLike[str] | None = "auto",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         records.folder(name)
         if not poll > 0:
             raise UsageError(f"poll is {poll!r}", hint="give seconds, more than 0")
-        self._owns_store = not isinstance(url, Store)
-        self.store = url if isinstance(url, Store) else open_store(url, storage_options=storage_options)
+        self._opened = ExitStack()
+        direct = (
+            url
+            if isinstance(url, Store)
+            else self._opened.enter_context(open_store(url, storage_options=storage_options))
+        )
+        self.store = through_sidecar(direct, sidecar, records.never_changes, clock)
+        if self.store is not direct:
+            self._opened.callback(self.store.close)
         self.name, self._poll, self.clock = name, poll, clock
         self._state, self._lock, self._closed = State(), threading.Lock(), False
 
@@ -128,6 +140,10 @@ class Subscriber:
             UsageError: The subscriber is closed, also by another thread during the wait.
         """
         until = None if timeout is None else self.clock.monotonic() + timeout
+        with self.store.limited(until) if isinstance(self.store, SidecarStore) else nullcontext():
+            return self._wait(until, timeout)
+
+    def _wait(self, until: float | None, timeout: float | None) -> NewVersion:
         looks = 0
         while (version := self.newest() if self._is_worth_listing(looks) else None) is None:
             looks += 1
@@ -208,8 +224,7 @@ class Subscriber:
     def close(self) -> None:
         """Release the store. A `wait` in another thread ends with an error."""
         self._closed = True
-        if self._owns_store:
-            self.store.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

@@ -84,8 +84,10 @@ class Update:
             raise CorruptionError(f"{self._key} has a table of {size} bytes")
         buffer = bytearray(size)
         self._read(stored.table, memoryview(buffer))
-        if blake3(buffer).hexdigest() != stored.digest:
-            raise CorruptionError(f"the table of {self._key} does not have the digest that its record names")
+        while blake3(buffer).hexdigest() != stored.digest:
+            if not self._store.invalidate(self._key):
+                raise CorruptionError(f"the table of {self._key} does not have the digest that its record names")
+            self._read(stored.table, memoryview(buffer))
         try:
             if not 0 <= zstandard.frame_content_size(buffer) <= MAX_TABLE_BYTES:
                 raise CorruptionError(f"the table of {self._key} is larger than {MAX_TABLE_BYTES} bytes")
@@ -116,12 +118,13 @@ class Update:
         for batch in _batches(rows):
             start, end = batch[0].offset, batch[-1].offset + batch[-1].stored
             buffer = memoryview(bytearray(end - start))
+            blocks = [buffer[row.offset - start : row.offset - start + row.stored] for row in batch]
             self._read(start, buffer)
-            for row in batch:
-                data = buffer[row.offset - start : row.offset - start + row.stored]
-                if _digest(data) != row.digest:
-                    raise CorruptionError(f"{self._key}: {row.stored} bytes at {row.offset} have another digest")
-                yield row, data
+            while wrong := next((r for r, data in zip(batch, blocks, strict=True) if _digest(data) != r.digest), None):
+                if not self._store.invalidate(self._key):
+                    raise CorruptionError(f"{self._key}: {wrong.stored} bytes at {wrong.offset} have another digest")
+                self._read(start, buffer)
+            yield from zip(batch, blocks, strict=True)
 
 
 def _decoder(most: int) -> msgspec.msgpack.Decoder[list[UpdateRow]]:

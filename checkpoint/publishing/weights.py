@@ -109,13 +109,17 @@ def store_weights(store: Store, name: str, weights: Weights, clock: Clock) -> St
 def load_weights(store: Store, record: Published) -> Weights:
     """Read and check the table of a version."""
     key = record.key_of(record.weights)
+    while blake3(data := _get(store, key)).hexdigest() != record.weights.digest:
+        if not store.invalidate(key):
+            raise CorruptionError(f"{key} does not have the digest that its record names", hint="publish again")
+    return decode_weights(data, key)
+
+
+def _get(store: Store, key: str) -> bytes:
     try:
-        data = store.get(key, max_bytes=MAX_TABLE_BYTES)
+        return store.get(key, max_bytes=MAX_TABLE_BYTES)
     except CapacityError as error:
         raise CorruptionError(f"{key} is larger than {MAX_TABLE_BYTES} bytes", hint="publish again") from error
-    if blake3(data).hexdigest() != record.weights.digest:
-        raise CorruptionError(f"{key} does not have the digest that its record names", hint="publish again")
-    return decode_weights(data, key)
 
 
 def decode_weights(data: bytes, key: str) -> Weights:

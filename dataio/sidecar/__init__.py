@@ -3,7 +3,7 @@
 The trainer's side:
 
 - `client`: the API
-- `reader`: reads shards through the daemon
+- `reader`: reads shards through the daemon; `store`: reads other objects that never change
 - `connection`: the connection to the daemon; `staged_jobs`: the checkpoints that were handed to it
 - `meters`: measure how long the trainer waits
 

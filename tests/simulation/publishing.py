@@ -159,7 +159,7 @@ class PublishingHistory:
             "weights": torch.zeros(SIZE, dtype=torch.uint8),
             "step": torch.zeros(1, dtype=torch.uint8),
         }
-        subscriber, last = Subscriber(self.store, NAME, clock=self.clock), 0
+        subscriber, last = Subscriber(self.store, NAME, sidecar=None, clock=self.clock), 0
         expected: dict[str, bytes] | None = None
         while not self.over:
             self.simulation.sleep(self.draw.uniform(0, 15))
@@ -216,7 +216,7 @@ class PublishingHistory:
         wanted = self.journal.contents[newest.attempt]
         held = {name: torch.zeros(len(data), dtype=torch.uint8) for name, data in wanted.items()}
         try:
-            version = Subscriber(self.store, NAME, clock=self.clock).newest()
+            version = Subscriber(self.store, NAME, sidecar=None, clock=self.clock).newest()
             assert version is not None
             version.apply(held)
         except (CorruptionError, NotFoundError) as error:

@@ -58,7 +58,7 @@ def follow(directory: str) -> None:
         "both": distribute_tensor(whole.double(), grid, [Shard(0), Shard(1)]),
         "same": whole[:3].clone(),
     }
-    with Subscriber(directory, "policy", poll=0.05) as subscriber:
+    with Subscriber(directory, "policy", poll=0.05, sidecar=None) as subscriber:
         for step in (1, 2):
             version = subscriber.wait(120)
             assert version.step == step
