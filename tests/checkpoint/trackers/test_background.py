@@ -139,7 +139,7 @@ def test_an_error_of_a_tracker_is_logged_once_and_other_trackers_go_on(
 def test_a_tracker_that_hangs_delays_no_save_and_close_waits_a_limited_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.checkpoint.api.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("headrace.checkpoint.open_run.CLOSE_SECONDS", 0.05)
     hanging, other = Hanging(), Recording()
     with Checkpointer(tmp_path, run="exp", sidecar=None, trackers=[hanging, other]) as checkpointer:
         for step in (1, 2, 3):

@@ -24,7 +24,7 @@ from headrace.dataio.core.json import parse_json
 from tests.support.waiting import wait_for
 
 SECONDS = 60
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "trackers.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "trackers.md"
 METADATA: Metadata = {
     "loss": 2.5,
     "eval/acc": 0.75,
