@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "workloads.media:media",
         "images and videos in one order, raw planes and files in place, each compared with the plain case",
     ),
+    "ranges": ("workloads.ranges:ranges", "bytes and requests for short clips of long videos in place"),
     "resume": ("workloads.resume:resume", "resuming in the middle of an epoch, compared with other loaders"),
     "checkpoint": (
         "workloads.checkpoint:checkpoint",

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 FRAMES, RATE, GROUP = 24, 25, 12
 """The frames of a clip, the frames of the video in a second, and those of a group of pictures."""
 SIDE = (160, 288)
+DISTINCT = 3 * GROUP
+"""Frames that are encoded. The rest of a video repeats them."""
 CODECS = {
     "h264": ("libx264", {"preset": "ultrafast", "qp": "20", "g": str(GROUP), "bf": "0", "sc_threshold": "0"}),
     "hevc": (
@@ -104,11 +106,12 @@ def write_film(path: Path, codec: str, size: int) -> None:
 
     encoder, options = CODECS[codec]
     piece = io.BytesIO()
-    write_video(piece, encoder, _noise(8 * GROUP), options=options, container="matroska")
+    write_video(piece, encoder, _noise(DISTINCT), options=options, container="matroska")
     piece.seek(0)
-    with av.open(piece, "r") as source:
+    source: Any
+    with av.open(piece) as source:
         packets = [packet for packet in source.demux(video=0) if packet.size]
-        stream, seconds = source.streams.video[0], 8 * GROUP / Fraction(RATE)
+        stream, seconds = source.streams.video[0], DISTINCT / Fraction(RATE)
         assert stream.time_base is not None
         step = int(seconds / stream.time_base)
         times = [(packet, packet.pts or 0, packet.duration) for packet in packets]
@@ -137,7 +140,7 @@ def measure(url: str, clips: int, port: int) -> dict[str, float]:
     with environment_variables(store.environ):
         ends, needed = read_epochs(url, clips, lambda: _mark(store))
     first, again = (_Mark(*np.subtract(after, before)) for before, after in itertools.pairwise([began, *ends]))
-    return {
+    figures = {
         "ratio": first.sent / needed,
         "media_ratio": first.media / needed,
         "requests": first.requests / clips,
@@ -145,6 +148,7 @@ def measure(url: str, clips: int, port: int) -> dict[str, float]:
         "again": again.sent / needed,
         "peak_mib": meter.read()["peak_mib"],
     }
+    return {name: float(value) for name, value in figures.items()}
 
 
 class _Mark(NamedTuple):

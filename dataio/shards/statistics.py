@@ -42,12 +42,16 @@ from headrace.dataio.shards.versions import documents as versions
 from headrace.dataio.shards.versions import history, tags
 from headrace.dataio.shards.workers.worker_pool import worker_count
 from headrace.dataio.store.base import Location, Store
+from headrace.dataio.store.joined import JOINED, SHARD_PREFIX
 from headrace.dataio.store.open import open_location
 
 FORMAT = 1
 _MAX_THREADS = 8
 _MAX_TAGS = 200
 _UNIT_PARTS = 8
+_PLACES = ("shard", "members")
+"""The columns that tell which samples share files. They are read only if the dataset has joined shards."""
+_ROWS_AT_ONCE = 4096
 _COLUMNS = ("duration", "width", "height", "frames", "video_codec", "audio_codec", "sample_rate", "text")
 _COLOR = ("color_space", "color_range", "color_primaries", "color_transfer")
 _COUNTED: dict[str, tuple[tuple[str, ...], str]] = {
@@ -84,6 +88,8 @@ class PartCounts(Record, frozen=True, kw_only=True):
     frames: int
     with_text: int
     counts: dict[str, dict[str, int]]
+    repeated_bytes: int = 0
+    """Bytes of files that belong to several samples, without the first time that each is counted."""
 
     @property
     def done(self) -> Done:
@@ -124,7 +130,9 @@ def summary(
         >>> figures["samples"], figures["sizes"]
         (4, {'64x48': 4})
     """
-    return {**_document_figures(dataset), **_sum_counts(_count(dataset, engine, workers, journal, progress))}
+    records = _count(dataset, engine, workers, journal, progress)
+    figures = {**_document_figures(dataset), **_sum_counts(records)}
+    return figures | {"member_bytes": dataset.total_bytes - sum(record.repeated_bytes for record in records)}
 
 
 def _document_figures(dataset: Dataset) -> dict[str, Any]:
@@ -252,6 +260,7 @@ class _PartCounter(UnitRunner[_PartsToCount, PartCounts]):
     def __init__(self, store: Store, document: versions.VersionDocument, threads: int) -> None:
         self._store, self._document, self.threads = store, document, threads
         self._index = OpenIndex(store, document)
+        self._has_joined = any(mount.name == JOINED for mount in document.mounts)
 
     def run(self, units: Iterator[_PartsToCount], step: Step) -> Iterator[tuple[_PartsToCount, PartCounts]]:
         """Count the parts of units in order."""
@@ -263,7 +272,7 @@ class _PartCounter(UnitRunner[_PartsToCount, PartCounts]):
 
     def _table(self, part: int, rows: _Rows | None) -> Any:
         """Read the columns of the samples of a part."""
-        columns = (*_COLUMNS, *_COLOR)
+        columns = (*_COLUMNS, *_COLOR, *(_PLACES if self._has_joined else ()))
         if rows is None:
             return self._index.part_table(part, columns)
         described = self._document.index[part]
@@ -294,7 +303,22 @@ def _count_tables(tables: list[Any]) -> PartCounts:
         frames=frames,
         with_text=with_text,
         counts={name: dict(counter) for name, counter in counts.items()},
+        repeated_bytes=sum(_repeated_bytes(table) for table in tables if "members" in table.column_names),
     )
+
+
+def _repeated_bytes(table: Any) -> int:
+    """Return the bytes of members at the same place of a joined shard as another member, such as a shared video."""
+    seen, repeated = set[tuple[str, int, int]](), 0
+    for batch in table.select(list(_PLACES)).to_batches(max_chunksize=_ROWS_AT_ONCE):
+        for shard, members in zip(batch["shard"].to_pylist(), batch["members"].to_pylist(), strict=True):
+            if not shard.startswith(SHARD_PREFIX):
+                continue
+            for member in members:
+                place = (shard, member["offset"], member["length"])
+                repeated += member["length"] if place in seen else 0
+                seen.add(place)
+    return repeated
 
 
 def _values(table: Any, columns: tuple[str, ...], separator: str) -> dict[str, int]:

@@ -43,6 +43,7 @@ from headrace.dataio.core import limits
 from headrace.dataio.core.errors import (
     CapacityError,
     CorruptionError,
+    DeadlineError,
     HeadraceError,
     NotFoundError,
     RangeError,
@@ -73,6 +74,8 @@ LIST_OBJECTS = 1024
 LIST_BYTES = 2 * limits.MIB
 LIST_CACHE_BYTES = 64 * limits.MIB
 PARALLEL = 32
+WAIT_SECONDS = 300.0
+"""Seconds that a thread waits for a list that another thread reads."""
 _OBJECT_BYTES = 1 << 50
 _SHARD = re.compile(r"[0-9]{8,12}-[0-9a-f]{32}")
 _TOLERANCE, _REMOTE_TOLERANCE = 0.002, 1.0
@@ -158,6 +161,7 @@ class JoinedObjects(Store):
     def __init__(self, route: Route) -> None:
         self._route = route
         self._lists = OrderedDict[str, tuple[int, JoinedList]]()
+        self._reading = dict[str, Future[JoinedList]]()
         self._cached_bytes, self._lock = 0, threading.Lock()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -166,11 +170,40 @@ class JoinedObjects(Store):
         return Location(JOINED_URL, {}, True)
 
     def objects(self, shard: str) -> JoinedList:
-        """Return the list of this shard."""
+        """Return the list of this shard.
+
+        One thread reads a list, and the other threads that need it at the same time wait for that.
+        """
         with self._lock:
             if shard in self._lists:
                 self._lists.move_to_end(shard)
                 return self._lists[shard][1]
+            reading, is_first = self._reading.get(shard), shard not in self._reading
+            if reading is None:
+                reading = self._reading[shard] = Future()
+        if is_first:
+            self._read_list(shard, reading)
+        try:
+            return reading.result(WAIT_SECONDS)
+        except TimeoutError:
+            raise DeadlineError(
+                f"{LIST_FOLDER}{shard}.json: another thread reads it, and had not finished after {WAIT_SECONDS:.0f} s",
+                hint="check that the store is reachable",
+            ) from None
+
+    def _read_list(self, shard: str, reading: Future[JoinedList]) -> None:
+        """Read a list, and pass it or the error to the threads that wait for `reading`."""
+        try:
+            decoded = self._find_list(shard)
+        except BaseException as error:
+            reading.set_exception(error)
+        else:
+            reading.set_result(decoded)
+        finally:
+            with self._lock:
+                del self._reading[shard]
+
+    def _find_list(self, shard: str) -> JoinedList:
         if not _SHARD.fullmatch(shard):
             raise NotFoundError(f"{SHARD_PREFIX}{shard}: this is not the name of a joined shard")
         store, key = self._route(f"{LIST_FOLDER}{shard}.json")

@@ -171,9 +171,7 @@ def explain(sample: Sample, clip: Clip, *, with_audio: bool) -> str:
     return f"reading: about {part} of its {total} for a clip"
 
 
-def _span_between(
-    video: VideoInfo, first_key: int, next_key: int, length: int, more: int = _READ_AHEAD_BYTES
-) -> Span:
+def _span_between(video: VideoInfo, first_key: int, next_key: int, length: int, more: int = _READ_AHEAD_BYTES) -> Span:
     keys = video.key_frames
     begin = keys[max(0, first_key)].at
     end = keys[next_key].at + more if next_key < len(keys) else length

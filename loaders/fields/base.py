@@ -39,6 +39,8 @@ class FieldInput(msgspec.Struct, frozen=True, gc=False):
         ref: the part (clip, window) of the sample, and its position in the order.
         times: when the frames of the clips of the `Video` fields are shown, by the names of these fields. `instants`
             returns them in seconds.
+        shared (dict): what fields keep for the other fields of the same sample, such as a parsed file. A key begins with
+            the class of the field.
 
     Example:
         >>> import dataclasses, torch
@@ -56,6 +58,7 @@ class FieldInput(msgspec.Struct, frozen=True, gc=False):
     files: Mapping[str, memoryview]
     ref: SampleRef
     times: Mapping[str, ClipTimes] = {}
+    shared: dict[Any, Any] = msgspec.field(default_factory=dict)
 
     def instants(self, name: str) -> tuple[Fraction, ...]:
         """Return when each frame of the clip of a `Video` field is shown, in seconds on the sample's clock.

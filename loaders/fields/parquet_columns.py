@@ -14,6 +14,7 @@ above a limit.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -35,38 +36,60 @@ _ITEM_BYTES = 8
 Array = npt.NDArray[Any]
 
 
-def read_columns(data: memoryview, names: Collection[str], what: str = "the file") -> dict[str, Array]:
-    """Return columns of a Parquet file, by name: (rows, ...).
+class ColumnReader:
+    """Reads columns of a Parquet file. The footer is checked and parsed once.
 
     Args:
         data: the whole file.
-        names: the columns.
         what: name of the file, for errors.
 
     Raises:
-        CorruptionError: the file is damaged, lacks a column, or a column has nulls.
-        UnsupportedError: a column has no numbers or lists of different lengths, or the file is too large.
+        CorruptionError: the file is damaged.
+        UnsupportedError: the footer is too large.
     """
+
+    def __init__(self, data: memoryview, what: str = "the file") -> None:
+        from headrace.dataio.shards.index import arrow
+
+        self._data, self._what = data, what
+        _check_footer(data, what)
+        with _arrow_errors(what):
+            self._reader = arrow.ParquetReader(data, limits=(_NAME_BYTES, _COLUMNS))
+
+    def read(self, names: Collection[str]) -> dict[str, Array]:
+        """Return columns by name: (rows, ...).
+
+        Raises:
+            CorruptionError: the file is damaged, lacks a column, or a column has nulls.
+            UnsupportedError: a column has no numbers or lists of different lengths, or the columns are too large.
+        """
+        from headrace.dataio.shards.index import arrow
+
+        reader, what = self._reader, self._what
+        with _arrow_errors(what):
+            known = reader.schema
+            for name in names:
+                if known.get_field_index(name) < 0:
+                    raise CorruptionError(
+                        f"{what} has no column {name!r:.80}, or several", hint=f"it has {listed(known.names)}"
+                    )
+                _check_type(known.field(name).type, reader.metadata.num_rows, f"{what} has a column {name!r:.80}")
+                if below := [other for other in known.names if other.startswith(f"{name}.")]:
+                    raise UnsupportedError(
+                        f"{what} has the columns {name!r:.80} and {below[0]!r:.80}", hint="rename one"
+                    )
+            for number in arrow.leaf_columns(reader.metadata, names):
+                _check_chunks(self._data, reader.metadata, number, what)
+            table = reader.read(columns=names)
+            return {name: _values(table.column(name).combine_chunks(), name, what) for name in names}
+
+
+@contextlib.contextmanager
+def _arrow_errors(what: str) -> Iterator[None]:
     import pyarrow as pa  # few loaders need it
 
-    from headrace.dataio.shards.index import arrow
-
-    _check_footer(data, what)
     try:
-        reader = arrow.ParquetReader(data, limits=(_NAME_BYTES, _COLUMNS))
-        known = reader.schema
-        for name in names:
-            if known.get_field_index(name) < 0:
-                raise CorruptionError(
-                    f"{what} has no column {name!r:.80}, or several", hint=f"it has {listed(known.names)}"
-                )
-            _check_type(known.field(name).type, reader.metadata.num_rows, f"{what} has a column {name!r:.80}")
-            if below := [other for other in known.names if other.startswith(f"{name}.")]:
-                raise UnsupportedError(f"{what} has the columns {name!r:.80} and {below[0]!r:.80}", hint="rename one")
-        for number in arrow.leaf_columns(reader.metadata, names):
-            _check_chunks(data, reader.metadata, number, what)
-        table = reader.read(columns=names)
-        return {name: _values(table.column(name).combine_chunks(), name, what) for name in names}
+        yield
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError) as error:
         raise CorruptionError(f"{what} is not a readable Parquet file: {error!s:.200}") from error
 

@@ -155,6 +155,7 @@ class FieldsProcessor:
         """
         fetched, values = made.fetched, made.values
         sample, placed, in_place = fetched.ref.sample, fetched.placed, self._layout.in_place
+        shared = dict[Any, Any]()
         for name, field in self._fields.items():
             if placed and name in in_place and field.files[0] in placed:
                 values[name] = IN_PLACE
@@ -164,7 +165,7 @@ class FieldsProcessor:
                 continue
             files = {ext: fetched.media[ext][:] for ext in field.files}
             try:
-                value = field.decode(FieldInput(sample, files, fetched.ref, made.times))
+                value = field.decode(FieldInput(sample, files, fetched.ref, made.times, shared))
                 if name in self._aligned:
                     value = align_mask(value, fetched.ref, self._aligned[name])
                 if field.entries:

@@ -31,7 +31,7 @@ from headrace.loaders.clip import TOLERANCE
 from headrace.loaders.fields.arrays import read_entries, read_npy, read_tensor
 from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.fields.options import ITEM_BYTES, check_dtype, check_file, check_options, converted, listed
-from headrace.loaders.fields.parquet_columns import TABLE_BYTES, read_columns
+from headrace.loaders.fields.parquet_columns import TABLE_BYTES, ColumnReader
 from headrace.loaders.validation import checked
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Rows(Field):
 
     def decode(self, data: FieldInput) -> Any:
         what = f".{self.file}"
-        values, times = _table(self, data.files[self.file], what)
+        values, times = _table(self, data, what)
         if not len(values):
             raise CorruptionError(f"{what} has no rows")
         clock = _TimesClock(times, len(values), what) if self.rate is None else _RateClock(len(values), self.rate)
@@ -159,27 +159,43 @@ def _format(file: str) -> str:
     return file.rpartition(".")[2].lower()
 
 
-def _table(rows: Rows, data: memoryview, what: str) -> tuple[Any, npt.NDArray[Any] | None]:
+class _Table:
+    """A file of rows. It is parsed once for all fields of a sample, and each column is read once."""
+
+    def __init__(self, file: str, data: memoryview, what: str) -> None:
+        self._data, self._what = data, what
+        self._columns: dict[str, Any] = {}
+        self._parquet = ColumnReader(data, what) if _format(file) == "parquet" else None
+        self._tensors = read_entries(data, what) if _format(file) == "safetensors" else None
+
+    def columns(self, *names: str) -> list[Any]:
+        """The values of these columns, each (rows, ...). The one of a `.npy` file is called ""."""
+        missing = [name for name in names if name not in self._columns]
+        if missing and self._parquet is not None:
+            self._columns |= self._parquet.read(missing)
+        elif missing:
+            self._columns |= {name: self._read(name) for name in missing}
+        return [self._columns[name] for name in names]
+
+    def _read(self, name: str) -> Any:
+        if self._tensors is None:
+            return read_npy(self._data, self._what)
+        entries, start = self._tensors
+        if name not in entries:
+            raise CorruptionError(f"{self._what} has no tensor {name!r:.80}", hint=f"it has {listed(entries)}")
+        return read_tensor(self._data, start, entries[name], self._what)
+
+
+def _table(rows: Rows, data: FieldInput, what: str) -> tuple[Any, npt.NDArray[Any] | None]:
     """The values, (rows, ...), and the times. None if there is a rate."""
-    kind, column = _format(rows.file), rows.column or ""
-    if kind == "npy":
-        values: Any = read_npy(data, what)
-        times: Any = None
-    elif kind == "parquet":
-        table = read_columns(data, {column} if rows.rate else {column, rows.time}, what)
-        values, times = table[column], None if rows.rate else table[rows.time]
-    else:
-        values, times = _tensor(data, column, what), None if rows.rate else _tensor(data, rows.time, what)
+    table = data.shared.get((Rows, rows.file))
+    if table is None:
+        table = data.shared[Rows, rows.file] = _Table(rows.file, data.files[rows.file], what)
+    names = [rows.column or ""] if rows.rate else [rows.column or "", rows.time]
+    values, times = [*table.columns(*names), None][:2]
     if not values.ndim:
         raise UnsupportedError(f"{what} has a single number, and not rows")
     return values, times
-
-
-def _tensor(data: memoryview, name: str, what: str) -> Any:
-    entries, start = read_entries(data, what)
-    if name not in entries:
-        raise CorruptionError(f"{what} has no tensor {name!r:.80}", hint=f"it has {listed(entries)}")
-    return read_tensor(data, start, entries[name], what)
 
 
 def _taken(values: Any, numbers: npt.NDArray[Any]) -> Any:

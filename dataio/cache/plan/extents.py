@@ -47,11 +47,12 @@ def is_part(ranges: Ranges) -> bool:
     return end - first - sum(length for _, length in ranges) >= HOLE_BYTES
 
 
-def extents_of(ranges: Iterable[tuple[int, int]], at_most: int, gap: int = GAP_BYTES) -> Ranges:
+def extents_of(ranges: Iterable[tuple[int, int]], at_most: int, gap: int | None = None) -> Ranges:
     """Sorted, disjoint extents that cover `ranges`, each of at most `at_most` bytes.
 
-    Ranges with at most `gap` bytes between them share an extent.
+    Ranges with at most `gap` bytes (default: `GAP_BYTES`) between them share an extent.
     """
+    gap = GAP_BYTES if gap is None else gap
     merged: list[tuple[int, int]] = []
     for offset, length in sorted(ranges):
         if not length:

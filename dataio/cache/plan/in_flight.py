@@ -41,7 +41,7 @@ class InFlight:
         self._checking: set[tuple[int, int]] = set()
         """Adopted parts that are being verified."""
         self._charged: dict[tuple[int, int], int] = {}
-        """The bytes that were charged for a part: its bytes that were not in the file yet."""
+        """The bytes that were charged for a part: its bytes that were not in the file when its fetch began."""
         self.prefetch_parts = self.prefetch_bytes = 0
 
     def launch(self, file: CacheFile, numbers: Iterable[int], out: list[Instruction], stream: int) -> None:
@@ -55,7 +55,7 @@ class InFlight:
                 self._tiers.adopted_bytes -= length
                 self._checking.add((file.id, number))
             else:
-                charged = length - sum(size for _, size in file.present_within(offset, length))
+                charged = length - _total(file.present_within(offset, length))
                 self._charged[file.id, number] = charged
                 self._tiers.charge(file, charged)
             out.append(Fetch(file.id, number, offset, length, self._copies(file, offset, length), adopted, stream))
@@ -75,7 +75,10 @@ class InFlight:
 
     def fetched(self, file: CacheFile, number: int) -> list[int]:
         """The part has arrived; returns the tickets that are complete now."""
+        (offset, length), charged = file.part(number), self._charged.get((file.id, number))
         waiting = self._end_fetch(file, number)
+        if charged is not None:  # bytes that two overlapping parts brought count once
+            self._tiers.charge(file, length - _total(file.present_within(offset, length)) - charged)
         file.arrived(number)
         for ticket in waiting:
             self.tickets[ticket].missing.pop((file.id, number), None)
@@ -108,14 +111,9 @@ class InFlight:
         return waiting
 
     def _copies(self, file: CacheFile, offset: int, length: int) -> tuple[tuple[int, int, int], ...]:
-        """The byte ranges of a part that other files hold, sorted and disjoint."""
+        """The byte ranges of a part that files hold, sorted and disjoint. The file itself may hold some, as extents."""
         files = [*self._tiers.blocks(file.object), *(self._tiers.rings.get(file.object, ()) if file.ring else ())]
-        copies = sorted(
-            (at, size, other.id)
-            for other in files
-            if other is not file
-            for at, size in other.present_within(offset, length)
-        )
+        copies = sorted((at, size, other.id) for other in files for at, size in other.present_within(offset, length))
         out: list[tuple[int, int, int]] = []
         for at, size, other in copies:
             start = max(at, out[-1][1] + out[-1][2]) if out else at
@@ -139,3 +137,7 @@ class InFlight:
             waiting = file.in_flight.get(number)
             if waiting and ticket in waiting:
                 waiting.remove(ticket)
+
+
+def _total(ranges: Iterable[tuple[int, int]]) -> int:
+    return sum(size for _, size in ranges)

@@ -121,7 +121,6 @@ def has_decode_order(format: str, codec: str) -> bool:
     return format in _WITH_DECODE_TIMES or codec in _IN_ORDER
 
 
-
 def unsupported_media(extensions: Collection[str]) -> tuple[str, str] | None:
     """Return the extension of the media file because of which the sample cannot be read, and the reason.
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from headrace.dataio import Dataset, pack
+from headrace.dataio import Dataset, index, pack
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards import statistics
 from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.statistics import summary
-from tests.support import headrace_command
+from tests.support import headrace_command, lerobot_set
+from tests.support.lerobot_set import FRONT, WRIST, LeRobotSet
 from tests.support.written_media import write_clip, write_wav
 
 _WAVS = 10
@@ -104,3 +105,12 @@ def test_wrong_arguments_are_errors(ds: Path) -> None:
         with pytest.raises(UsageError, match="needs a journal"):
             pytest.importorskip("ray", reason="ray is not installed (pip install 'headrace[ray]')")
             summary(dataset, engine="ray", workers=1)
+
+
+def test_a_video_that_several_episodes_share_counts_once(tmp_path: Path) -> None:
+    lerobot_set.write(tmp_path / "robot", LeRobotSet(codecs={FRONT: "libx264", WRIST: "libx264"}))
+    with index(tmp_path / "robot", tmp_path / "set", workers=1) as dataset:
+        found, places = summary(dataset, workers=1), dict[tuple[str, int], int]()
+        for sample in dataset:
+            places.update({(sample.shard, member.offset): member.length for member in sample.members})
+        assert found["member_bytes"] == sum(places.values()) < dataset.total_bytes

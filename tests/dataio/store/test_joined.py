@@ -8,6 +8,7 @@ import random
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from headrace.dataio.core.errors import (
     CorruptionError,
     NotFoundError,
     RangeError,
+    TransientError,
     UnsupportedError,
     UsageError,
 )
@@ -396,6 +398,44 @@ def test_lists_in_memory_are_bounded(store: Mounts, clips: Store, base: Store, m
     assert len(reads) == 9
     assert store.joined is not None
     assert store.joined._cached_bytes <= 2500
+
+
+class SlowLists(Wrapper):
+    """Counts the reads of lists. The first one waits until `go` is set."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.reads, self.go, self.failing = 0, threading.Event(), False
+
+    def get(self, key: str, **limits: Any) -> bytes:
+        if key.startswith(joined.LIST_FOLDER):
+            self.reads += 1
+            assert self.go.wait(30)
+            if self.failing:
+                raise TransientError("the store is gone")
+        return self.inner.get(key, **limits)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_threads_that_need_one_list_at_the_same_time_read_it_once(
+    base: Store, failing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowLists(base)
+    base.put("a", b"0123456789")
+    key, _ = write_list(base, 0, [JoinedObject(key="a", size=10)])
+    store, slow.failing, asked = Mounts(slow, {}, joined=True), failing, threading.Semaphore(0)
+    objects = joined.JoinedObjects.objects
+    monkeypatch.setattr(joined.JoinedObjects, "objects", lambda *given: (asked.release(), objects(*given))[1])
+    with ThreadPoolExecutor(8) as pool:
+        reads = [pool.submit(store.get, key) for _ in range(8)]
+        for _ in reads:
+            assert asked.acquire(timeout=30)
+        slow.go.set()
+        wait(reads)
+    assert {type(one.exception()) for one in reads} == {TransientError if failing else type(None)}
+    assert failing or slow.reads == 1
+    slow.failing = False
+    assert store.get(key) == b"0123456789", "an error is not kept"
 
 
 def test_ranges_of_one_object_are_one_call_and_remote_objects_are_read_at_the_same_time() -> None:

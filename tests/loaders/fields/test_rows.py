@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.loaders.clip import ClipTimes
-from headrace.loaders.fields import parquet_columns
+from headrace.loaders.fields import parquet_columns, rows
 from headrace.loaders.fields.base import FieldInput
 from headrace.loaders.fields.registry import field_from
 from headrace.loaders.fields.rows import Rows
@@ -321,3 +321,30 @@ def test_the_memory_of_rows_is_bounded() -> None:
 
 def test_errors_are_of_headrace() -> None:
     assert issubclass(CorruptionError, HeadraceError)
+
+
+@pytest.mark.parametrize("file", ["rows.parquet", "rows.safetensors"])
+def test_two_fields_of_one_file_parse_it_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed, read = list[str](), list[Any]()
+    reader, entries, tensor = rows.ColumnReader, rows.read_entries, rows.read_tensor
+
+    class Counted(reader):  # type: ignore[misc, valid-type]
+        def __init__(self, data: memoryview, what: str) -> None:
+            parsed.append(what)
+            super().__init__(data, what)
+
+        def read(self, names: Any) -> Any:
+            read.extend(names)
+            return super().read(names)
+
+    monkeypatch.setattr(rows, "ColumnReader", Counted)
+    monkeypatch.setattr(rows, "read_entries", lambda data, what: (parsed.append(what), entries(data, what))[1])
+    monkeypatch.setattr(rows, "read_tensor", lambda *given: (read.append(given[2]), tensor(*given))[1])
+    table = {"state": np.arange(8.0), "action": np.arange(8.0) * 2, "timestamp": np.arange(8) / 4}
+    data = parquet(table) if file.endswith("parquet") else tensors(**table)
+    state, action = (Rows(file, column, like="front") for column in ("state", "action"))
+    asked = given_input(state, data, 0, 500)
+    assert state.decode(asked).tolist() == [0.0, 2.0]
+    assert action.decode(asked).tolist() == [0.0, 4.0]
+    assert len(parsed) == 1
+    assert len(read) == 3, "the times are read once"
