@@ -36,6 +36,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "saves and restores, compared with torch.save and torch.distributed.checkpoint",
     ),
     "publish": ("workloads.publish:publish", "new weights for a subscriber, compared with safetensors files"),
+    "exchange": (
+        "workloads.exchange:exchange",
+        "exports, imports and copies of a step, compared with other tools for the same bytes",
+    ),
     "sidecar": ("workloads.sidecar:sidecar", "throughput, latency and memory of the node's daemon"),
     "simulate": ("workloads.simulate:simulate", "a model of 8 to 16,384 GPUs: reading, checkpoints, goodput"),
     "report": ("core.report:report", "Markdown tables of results files"),

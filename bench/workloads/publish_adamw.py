@@ -57,7 +57,7 @@ def _model() -> Any:
         {
             "embedding": torch.nn.Embedding(256, WIDTH),
             "positions": torch.nn.Embedding(CONTEXT, WIDTH),
-            "layers": torch.nn.TransformerEncoder(layer, LAYERS),
+            "layers": torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False),
             "head": torch.nn.Linear(WIDTH, 256),
         }
     )

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 from headrace.checkpoint.format.chunking import Layout, TensorSpec, lay_out, whole
 from headrace.checkpoint.saving import copying
-from headrace.checkpoint.saving.arena import Arena, Staging
+from headrace.checkpoint.saving.arena import Arena, StagedCopy, Staging
 from headrace.checkpoint.saving.copying import Copying
 from headrace.dataio.core.errors import CapacityError, DeadlineError
 
@@ -218,3 +219,60 @@ def test_a_step_waits_for_copies_on_each_device_and_not_only_on_the_current_one(
     a_copy.gate()
     assert {name: stream.waits_for for name, stream in streams.items()} == {"cuda:0": ["cuda:0"], "cuda:1": ["cuda:1"]}
     staging.give_back()
+
+
+def test_a_copy_can_be_read_until_the_next_save_takes_the_arena(staging: Staging) -> None:
+    specs, layout = layout_of(1000)
+    staging.take(layout, 1)
+    copy = StagedCopy("A", b"", tuple(specs), layout)
+    staging.set_copy(copy)
+    staging.give_back()
+    staging.set_copy(StagedCopy("B", b"", tuple(specs), layout))  # not by the owner
+    assert staging.copy_of("A") is None
+    staging.take(layout, 1)
+    staging.set_copy(copy)
+    assert staging.copy_of("A") is copy
+    with staging.reading(copy) as memory:  # while the save writes it
+        assert memory is not None
+    staging.give_back()
+    taken = threading.Event()
+    with staging.reading(copy) as memory:
+        assert memory is not None
+        assert not staging.warm_up(layout)
+        taker = threading.Thread(target=lambda: (staging.take(layout, 20), taken.set()))
+        taker.start()
+        while staging.copy_of("A") is not None:
+            time.sleep(0.001)
+        with staging.reading(copy) as none:  # no reader begins while the next save waits
+            assert none is None
+        assert not taken.is_set()
+    taker.join(20)
+    assert taken.is_set()
+    with staging.reading(copy) as none:
+        assert none is None
+
+
+def test_a_save_that_waits_too_long_for_readers_fails(staging: Staging) -> None:
+    specs, layout = layout_of(1000)
+    staging.take(layout, 1)
+    copy = StagedCopy("A", b"", tuple(specs), layout)
+    staging.set_copy(copy)
+    staging.give_back()
+    with staging.reading(copy) as memory:
+        assert memory is not None
+        with pytest.raises(DeadlineError):
+            staging.take(layout, 0.01)
+
+
+def test_memory_is_freed_after_its_last_reader() -> None:
+    staging = Staging()
+    specs, layout = layout_of(1000)
+    staging.take(layout, 1)
+    copy = StagedCopy("A", b"", tuple(specs), layout)
+    staging.set_copy(copy)
+    staging.give_back()
+    with staging.reading(copy) as memory:
+        assert memory is not None
+        staging.close()
+        assert staging._arena is not None
+    assert staging._arena is None
