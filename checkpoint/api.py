@@ -501,7 +501,8 @@ class Checkpointer:
         choice = check_choice(include, exclude, dtype)
         if self._ranks.rank:
             return None
-        self._publisher = self._publisher or BackgroundPublisher(self._store, self._run, self._wait)
+        protect = self._retention.protect if self._retention is not None else lambda _: lambda: None
+        self._publisher = self._publisher or BackgroundPublisher(self._store, self._run, self._wait, protect)
         return self._publisher.submit(name, step, choice, move)
 
     @property
