@@ -131,8 +131,9 @@ class RunExtras(OpenRun):
         choice = check_choice(include, exclude, dtype)
         if self._ranks.rank:
             return None
+        protect = self._retention.protect if self._retention is not None else lambda _: lambda: None
         self._publisher = self._publisher or BackgroundPublisher(
-            self._store, self._run, self._wait, self._saver.staging
+            self._store, self._run, self._wait, self._saver.staging, protect
         )
         future = self._publisher.submit(name, step, choice, move)
         self._trackers.follow_publication(future)

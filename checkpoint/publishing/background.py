@@ -1,6 +1,7 @@
 """Publishes in a thread of the trainer, so that training does not wait.
 
 Invariant: versions are published in the order of the calls. At most `MAX_WAITING` wait; a further call waits for room.
+From the call until its publication has ended, this process's retention keeps the step. Then the version's tag keeps it.
 Failure behaviour: an error is logged, and the future raises it. Training continues. A call that finds no room in time
 raises `DeadlineError`.
 """
@@ -8,6 +9,7 @@ raises `DeadlineError`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from headrace.checkpoint.format.documents import Base
@@ -24,6 +26,8 @@ from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
 MAX_WAITING = 2
+Protect = Callable[[int], Callable[[], None]]
+"""Keeps the steps with a number until the returned function is called (`collect.Retention.protect`)."""
 _log = get_logger(__name__)
 
 
@@ -35,10 +39,19 @@ class BackgroundPublisher:
         run: the run of the steps.
         timeout: limit in seconds of the wait for a save, and of the wait for room.
         staging: the staging memory of the saves, from which a step is published if it is still there.
+        protect: keeps a step that waits to be published. Default: retention does not run in this process.
     """
 
-    def __init__(self, store: Store, run: str, timeout: float, staging: Staging | None = None) -> None:
-        self._store, self._run, self._timeout, self._staging = store, run, timeout, staging
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        timeout: float,
+        staging: Staging | None = None,
+        protect: Protect = lambda _: lambda: None,
+    ) -> None:
+        self._store, self._run, self._timeout = store, run, timeout
+        self._staging, self._protect = staging, protect
         self._held: dict[str, Held] = {}
         self._room = threading.Semaphore(MAX_WAITING)
         self._pool: ThreadPoolExecutor | None = None
@@ -51,6 +64,17 @@ class BackgroundPublisher:
 
     def submit(self, name: str, step: int | str | Handle, choice: Choice, move: bool) -> Future[Published]:
         """Publish a step, or the step of a save in flight after its commit."""
+        number = step.step if isinstance(step, Handle) else step
+        release = self._protect(number) if isinstance(number, int) else lambda: None
+        try:
+            future = self._submit(name, step, choice, move)
+        except BaseException:
+            release()
+            raise
+        future.add_done_callback(lambda _: release())
+        return future
+
+    def _submit(self, name: str, step: int | str | Handle, choice: Choice, move: bool) -> Future[Published]:
         if not self._room.acquire(timeout=self._timeout):
             raise DeadlineError(
                 f"{MAX_WAITING} versions still wait to be published after {self._timeout:g} s",

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from headrace.checkpoint.format import names
@@ -173,15 +173,25 @@ def preview(store: Store, pending_deletes: Collection[StepOfRun], clock: Clock =
 
 
 def retain(
-    store: Store, run: str, keep: Keep, clock: Clock = SYSTEM_CLOCK, collector: Collector | None = None
+    store: Store,
+    run: str,
+    keep: Keep,
+    clock: Clock = SYSTEM_CLOCK,
+    collector: Collector | None = None,
+    spare: Spare = lambda _: set(),
 ) -> Plan | None:
-    """Remove the steps that the policy does not keep. Returns the executed plan; None if there is nothing to remove."""
+    """Remove the steps that the policy does not keep. Returns the executed plan; None if there is nothing to remove.
+
+    `spare` returns those of the selected steps that stay all the same. It is called before the record, and as in
+    `collect`.
+    """
     if collector is None:
         _require_repo(store)
         collector = Collector(store)
     inventory = collector.reader.look()
     removed = to_delete(store, run, keep, inventory)
-    return _collect(store, inventory, removed, keep, clock, collector) if removed else None
+    removed -= spare(removed)
+    return _collect(store, inventory, removed, keep, clock, collector, spare) if removed else None
 
 
 def collect(
@@ -382,6 +392,13 @@ class Retention:
         self._lock = threading.Lock()
         self._pending = False
         self._thread: threading.Thread | None = None
+        self._protected = Counter[int]()
+
+    def protect(self, step: int) -> Callable[[], None]:
+        """Keep the steps with this number, until the returned function is called. Other processes may remove them."""
+        with self._lock:
+            self._protected[step] += 1
+        return lambda: self._release(step)
 
     def committed(self) -> None:
         """Report a commit: a thread then removes the steps that the policy does not keep."""
@@ -414,9 +431,19 @@ class Retention:
 
     def _apply(self) -> None:
         try:
-            plan = retain(self._store, self._run, self._keep, collector=self._collector)
+            plan = retain(self._store, self._run, self._keep, collector=self._collector, spare=self._spare)
             if plan is not None:
                 steps = ", ".join(str(step.step) for step in plan.tombstones)
                 _log.info("removed steps %s, %s", steps or "none", format_bytes(plan.bytes_freed))
         except Exception as error:
             _log.warning("old steps of run %s could not be removed now: %s", self._run, error)
+
+    def _spare(self, steps: set[StepOfRun]) -> set[StepOfRun]:
+        with self._lock:
+            return {step for step in steps if step.run == self._run and step.step in self._protected}
+
+    def _release(self, step: int) -> None:
+        with self._lock:
+            self._protected[step] -= 1
+            if not self._protected[step]:
+                del self._protected[step]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from headrace.checkpoint import Checkpointer
+from headrace.checkpoint import Checkpointer, Keep
 from headrace.checkpoint.handle import Handle
 from headrace.checkpoint.publishing import background, publisher
 from headrace.checkpoint.publishing.background import BackgroundPublisher
+from headrace.checkpoint.publishing.records import Published
 from headrace.checkpoint.publishing.source import Choice
 from headrace.dataio.core.errors import CapacityError, DeadlineError
 from headrace.dataio.store.open import open_store
@@ -50,6 +52,35 @@ def test_a_cancelled_publication_gives_its_room_back(tmp_path: Path, monkeypatch
         go.set()
         publishing.close(10)
         assert publishing.is_idle
+
+
+def test_retention_keeps_the_steps_that_wait_to_be_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, publish = threading.Event(), publisher.publish
+
+    def slowly(*args: Any, **more: Any) -> Published:
+        assert go.wait(60)
+        return publish(*args, **more)
+
+    monkeypatch.setattr(publisher, "publish", slowly)
+    with Checkpointer(tmp_path, run="r", keep=Keep(last=1), sidecar=None) as checkpointer:
+        retention, futures = checkpointer._retention, []
+        assert retention is not None
+        for step in range(1, 6):
+            handle = checkpointer.save(step, {"model": {"a": torch.full((3,), step)}})
+            if step in (1, 2):
+                futures.append(checkpointer.publish("policy", handle))
+            handle.result(60)
+            retention.wait(60)
+        assert checkpointer.steps() == [1, 2, 5]
+        go.set()
+        assert [future.result(60).step for future in futures if future is not None] == [1, 2]
+        third = checkpointer.publish("policy", 5)
+        assert third is not None
+        third.result(60)
+        checkpointer.save(6, {"model": {"a": torch.ones(3)}}).result(60)
+        retention.wait(60)
+        assert checkpointer.steps() == [2, 5, 6], "the tags of the newest two versions keep their steps"
+    assert not retention._protected
 
 
 def test_close_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
