@@ -153,8 +153,9 @@ def test_a_step_has_the_metadata_of_its_writer(tmp_path: Path) -> None:
     writer = RepositoryWriter(str(tmp_path), run="a", metadata={"loss": 2.5, "note": "ok"})
     dcp.save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id="step-1")
     writer.metadata = {"loss": 1.5}
-    dcp.async_save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id="step-2", no_dist=True).result()
+    saving: Any = dcp.async_save({"w": torch.ones(3)}, storage_writer=writer, checkpoint_id="step-2", no_dist=True)
+    saving.result()
     with read(tmp_path, run="a", step=1) as first, read(tmp_path, run="a", step=2) as second:
         assert (first.metadata, second.metadata) == ({"loss": 2.5, "note": "ok"}, {"loss": 1.5})
     with pytest.raises(UsageError, match=r"value\.item\(\)"):
-        writer.metadata = {"loss": torch.ones(1)}
+        writer.metadata = {"loss": torch.ones(1)}  # type: ignore[dict-item]

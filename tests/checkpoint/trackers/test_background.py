@@ -18,13 +18,14 @@ from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.handle import Handle, SaveResult
 from headrace.checkpoint.repository import survey
 from headrace.checkpoint.trackers import events
-from headrace.checkpoint.trackers.background import MAX_TRACKERS, MAX_WAITING, BackgroundTrackers, started
+from headrace.checkpoint.trackers.background import MAX_TRACKERS, MAX_WAITING, BackgroundTrackers
 from headrace.checkpoint.trackers.events import CommittedStep, PublishedVersion, Tracker
 from headrace.dataio.core import json
 from headrace.dataio.core.errors import TransientError, UsageError
 from headrace.dataio.store.base import Location
 from headrace.dataio.store.open import open_store
 from tests.support.checkpoint_states import Wrapped
+from tests.support.ranks import launch
 from tests.support.waiting import wait_for
 
 SECONDS = 60
@@ -214,12 +215,16 @@ def test_names_are_valid_in_all_trackers_and_never_collide() -> None:
     assert (step.texts()["metadata/flag"], step.texts()["metadata/none"]) == ("true", "null")
 
 
-def test_only_rank_0_starts_and_calls_trackers() -> None:
-    tracker = Recording()
-    assert started([tracker], rank=1) == []
-    assert tracker.started == 0
-    assert started([tracker], rank=0) == [tracker]
-    assert tracker.started == 1
+def test_long_texts_are_cut() -> None:
+    long = CommittedStep("s", "exp", 1, 1, "A", "", 0, 0, 0, 0.0, 0.0, 0.0, {"note": "x" * 9000})
+    assert len(long.texts()["metadata/note"]) == events.TEXT_CHARACTERS
+
+
+@pytest.mark.process
+def test_of_two_ranks_only_rank_0_calls_its_tracker_with_the_bytes_of_both(tmp_path: Path) -> None:
+    (first,), (second,) = launch(2, "tests.support.tracker_ranks", str(tmp_path))
+    assert first == {"calls": ["start", "committed 1 {'rank': 0}", "close"], "bytes_state": [800]}
+    assert second == {"calls": [], "bytes_state": []}
 
 
 @pytest.mark.parametrize("given", ["wandb", [print], [Recording] * 2])
