@@ -1,7 +1,7 @@
 """A folder of torch's own DCP, imported and restored: `dcp_folder_ranks.py DIRECTORY`. Prints what is equal.
 
 The state is saved under FSDP2, as a folder and through our storage. Rank 0 imports the folder. The state is then loaded
-under tensor parallelism: by `dcp.load` from the folder, and by a `Checkpointer` from both steps.
+under tensor parallelism: by `dcp.load` from the folder and from the imported step, and by a `Checkpointer` from both steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from headrace.checkpoint import Checkpointer, import_checkpoint
-from headrace.checkpoint.dcp import RepositoryWriter
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from tests.support.dcp_state_dict_ranks import made, mesh_of, same, train
 from tests.support.ranks import in_group
 
@@ -57,7 +57,7 @@ def main(directory: str) -> None:
 
 def compare(directory: str, flat: bool, options: StateDictOptions) -> None:
     found = []
-    ways = ["dcp", "in", "own"] if flat else ["dcp", "in", "own", "in objects", "own objects"]
+    ways = ["dcp", "reader", "in", "own"] + ([] if flat else ["in objects", "own objects"])
     for way in ways:
         pair, other = made(2, mesh_of("tp")), extra(1, 6)
         run, _, objects = way.partition(" ")
@@ -68,6 +68,8 @@ def compare(directory: str, flat: bool, options: StateDictOptions) -> None:
             into: dict[str, Any] = {"model": model, "optim": optim, "extra": other}
             if way == "dcp":
                 dcp.load(into, checkpoint_id=f"{directory}/flat-{flat}")
+            elif way == "reader":
+                dcp.load(into, storage_reader=RepositoryReader(f"{directory}/r", run=f"in-{flat}", step=0))
             else:
                 restore(directory, f"{run}-{flat}", into)
             set_state_dict(*pair, model_state_dict=model, optim_state_dict=optim, options=options)
