@@ -1,7 +1,8 @@
 """What a trainer attaches to its steps in addition to their state: artifacts and metadata.
 
-Invariant: an artifact's bytes are read by `put`, so that later changes of the file change nothing. Small artifacts are
-in memory until the step is saved. Large files are copied to disk (`saving.stored_files`). Number and sizes are bounded.
+Invariant: an artifact's bytes are read by `put`, so that later changes of the file change nothing. They are in memory
+until the step is saved. A file for which no memory is left is copied to disk (`saving.stored_files`). Number and sizes
+are bounded.
 Failure behaviour: `UsageError` for a name, a type or a number that is refused; `CapacityError` if the artifacts are too
 large. Then nothing changes. Artifacts of a step that is not saved are dropped when a later step is saved, and that is
 logged.
@@ -23,7 +24,7 @@ from headrace.checkpoint.format.chunking import is_small
 from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.saving.stored_files import StoredFile, copy_of
 from headrace.dataio.core.errors import CapacityError, ConflictError, NotFoundError, UsageError
-from headrace.dataio.core.limits import GIB, MIB, format_bytes
+from headrace.dataio.core.limits import GIB, format_bytes
 from headrace.dataio.core.log import get_logger
 
 _log = get_logger(__name__)
@@ -50,13 +51,11 @@ class Limits:
         count (int): Their number.
         memory_bytes (int): The bytes of those in memory.
         file_bytes (int): The bytes of those on disk.
-        on_disk_from (int): Files of this size or more are copied to disk.
     """
 
     count: int = artifacts.MAX_COUNT
     memory_bytes: int = GIB
     file_bytes: int = 256 * GIB
-    on_disk_from: int = 64 * MIB
 
 
 class Attachments:
@@ -108,7 +107,7 @@ class Attachments:
         """The bytes of the artifact."""
         if isinstance(source, bytes | bytearray | memoryview):
             data = memoryview(source)
-            self._require_room(data.nbytes, name, on_disk=False)
+            self._require_room(data.nbytes, name)
             return np.frombuffer(data.tobytes(), np.uint8) if data.nbytes else np.zeros(0, np.uint8)
         if isinstance(source, str | os.PathLike):
             return self._read_file(os.fspath(source), name)
@@ -126,9 +125,7 @@ class Attachments:
                     raise UsageError(
                         f"artifact {name!r}: {os.fsdecode(path)} is not a file", hint="give the path of a file"
                     )
-                on_disk = status.st_size >= self._limits.on_disk_from
-                self._require_room(status.st_size, name, on_disk)
-                if not on_disk:
+                if not self._require_room(status.st_size, name, is_file=True):
                     return _whole(file, status.st_size)
                 copy = copy_of(file.fileno(), status.st_size, os.path.dirname(os.fsdecode(path)))
                 return _in_memory(copy) if is_small(copy.nbytes) else copy  # small ones share chunks with others
@@ -138,17 +135,22 @@ class Attachments:
                 f"artifact {name!r}: {os.fsdecode(path)} cannot be read: {error.strerror}", hint="check the path"
             ) from None
 
-    def _require_room(self, size: int, name: str, on_disk: bool) -> None:
-        all_waiting = [data for waiting in self._waiting.values() for data in waiting.values()]
-        used = sum(data.nbytes for data in all_waiting if isinstance(data, StoredFile) == on_disk)
+    def _require_room(self, size: int, name: str, is_file: bool = False) -> bool:
+        """Whether the artifact goes to disk, because no memory is left. Raises `CapacityError` if there is no room."""
+        used = {False: 0, True: 0}
+        for waiting in self._waiting.values():
+            for data in waiting.values():
+                used[isinstance(data, StoredFile)] += data.nbytes
+        on_disk = is_file and size > self._limits.memory_bytes - used[False] and not is_small(size)
         most = self._limits.file_bytes if on_disk else self._limits.memory_bytes
-        if size > most - used:
+        if size > (left := most - used[on_disk]):
             raise CapacityError(
-                f"artifact {name!r} has {format_bytes(size)}; {format_bytes(most - used)} are left of the"
+                f"artifact {name!r} has {format_bytes(size)}; {format_bytes(left)} are left of the"
                 f" {format_bytes(most)} of artifacts that may wait {'on disk' if on_disk else 'in memory'}",
                 hint="call save for steps that wait, give large data as a file, or store it yourself and put its location"
                 " into the metadata",
             )
+        return on_disk
 
 
 def _in_memory(copy: StoredFile) -> Bytes:

@@ -29,10 +29,10 @@ class RunExtras(OpenRun):
     def put_artifact(self, step: int, name: str, source: str | os.PathLike[str] | bytes) -> int:
         """Store a file with a step, such as samples, a log or a configuration. Call it before `save(step, ...)`.
 
-        The file is read at once. Later changes of the file change nothing. A file of 64 MiB or more is copied to a file
-        without a name, next to it or in the temporary folder. Its step is then committed by this process, not by the
-        daemon. Any rank may call it; an artifact belongs to the rank that gave it. `headrace ckpt artifacts` and
-        `read_artifact` read it. `restore` ignores it.
+        The file is read at once. Later changes of the file change nothing. 1 GiB of artifacts waits in memory. A file for
+        which nothing is left is copied to a file without a name, next to it or in the temporary folder. Its step is then
+        committed by this process, not by the daemon. Any rank may call it; an artifact belongs to the rank that gave it.
+        `headrace ckpt artifacts` and `read_artifact` read it. `restore` ignores it.
 
         Args:
             step (int): The step's number.
@@ -47,7 +47,7 @@ class RunExtras(OpenRun):
             UsageError: The name, or a source that is not a file.
             NotFoundError: The file does not exist.
             ConflictError: The step has an artifact of this name.
-            CapacityError: More than 256 artifacts, more than 1 GiB in memory, or more than 256 GiB on disk wait for their
+            CapacityError: More than 256 artifacts, more than 1 GiB of bytes, or more than 256 GiB of files wait for their
                 steps, or no disk has space for the copy.
 
         Example:

@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from headrace.checkpoint.gc_pause import gc_paused
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 
 _KEY_BITS = 60
 """Integers of more bits have the hashes of smaller ones."""
 _PROTOCOLS = range(2, 6)
+_UINT8, _UINT16, _UINT32, _UINT64, _INT32, _DOUBLE = map(struct.Struct, ("<B", "<H", "<I", "<Q", "<i", ">d"))
 _ORDERED = "collections.OrderedDict"
 """If it is allowed, it becomes a dict."""
 
@@ -82,8 +84,9 @@ def read_pickle(data: bytes, allowed: Collection[str], limits: Limits | None = N
         {'a': [1, (2.5, None)]}
     """
     limits = limits or Limits()
-    value = _Machine(data, allowed, limits).run()
-    _check_shape(value, limits)
+    with gc_paused():
+        value = _Machine(data, allowed, limits).run()
+        _check_shape(value, limits)
     return value
 
 
@@ -106,7 +109,10 @@ class _Machine:
     def run(self) -> Any:
         stop = pickle.STOP[0]
         for _ in range(self._limits.objects):
-            code = self._take(1)[0]
+            if self._at >= len(self._data):
+                raise self._damaged("it is cut off")
+            code = self._data[self._at]
+            self._at += 1
             if code == stop:
                 break
             operation = _OPERATIONS.get(code)
@@ -137,8 +143,11 @@ class _Machine:
         self._at += length
         return part
 
-    def _number(self, format: str) -> Any:
-        return struct.unpack(format, self._take(struct.calcsize(format)))[0]
+    def _number(self, format: struct.Structuct.Struct) -> Any:
+        if self._at + format.size > len(self._data):
+            raise self._damaged("it is cut off")
+        self._at += format.size
+        return format.unpack_from(self._data, self._at - format.size)[0]
 
     def _line(self) -> str:
         end = self._data.find(b"\n", self._at, self._at + 1000)
@@ -176,7 +185,7 @@ class _Machine:
         self._stack.append(value)
 
     def frame(self) -> None:
-        if self._number("<Q") > len(self._data) - self._at:
+        if self._number(_UINT64) > len(self._data) - self._at:
             raise self._damaged("it is cut off")
 
     def protocol(self) -> None:
@@ -185,16 +194,16 @@ class _Machine:
                 f"the pickle has protocol {number}", hint="protocols 2 to 5 are read: save it again with torch"
             )
 
-    def push_integer(self, format: str) -> None:
+    def push_integer(self, format: struct.Struct) -> None:
         self.push(self._number(format))
 
     def push_long(self) -> None:
         self.push(int.from_bytes(self._take(self._take(1)[0]), "little", signed=True))
 
-    def push_text(self, format: str) -> None:
+    def push_text(self, format: struct.Struct) -> None:
         self.push(self._text(self._take(self._number(format))))
 
-    def push_bytes(self, format: str) -> None:
+    def push_bytes(self, format: struct.Struct) -> None:
         self.push(self._take(self._number(format)))
 
     def push_tuple(self, length: int) -> None:
@@ -240,7 +249,7 @@ class _Machine:
             hint="only texts, bytes, integers of up to 60 bits, booleans and None are read as keys",
         )
 
-    def put(self, format: str) -> None:
+    def put(self, format: struct.Struct) -> None:
         self._remember(self._number(format))
 
     def memoize(self) -> None:
@@ -251,7 +260,7 @@ class _Machine:
             raise self._damaged("a value is missing")
         self._memo[number] = self._stack[-1]
 
-    def push_memo(self, format: str) -> None:
+    def push_memo(self, format: struct.Struct) -> None:
         number = self._number(format)
         if number not in self._memo:
             raise self._damaged(f"memo {number} is missing")
@@ -292,43 +301,48 @@ class _Machine:
 
 def _check_shape(value: Any, limits: Limits) -> None:
     """Refuse cycles, values that are nested too deeply, and values that are too large if shared objects count twice."""
-    sizes: dict[int, tuple[int, int] | None] = {}  # (objects, depth) of a container; None while it is open
-    stack = [value]
+    sizes: dict[int, tuple[int, int]] = {}  # (objects, levels) of containers
+    begun: dict[int, tuple[int, list[Any]]] = {}  # (other objects, containers inside) of those that are not measured
+    stack = [value] if type(value) in _CONTAINERS else []
     while stack:
         node = stack[-1]
-        inner = _inside(node)
-        if inner is None or sizes.get(id(node)) is not None:
+        if id(node) in sizes:
             stack.pop()
             continue
-        if id(node) not in sizes:
-            sizes[id(node)] = None
-            for child in inner:
-                if _inside(child) is not None:
-                    if id(child) in sizes and sizes[id(child)] is None:
-                        raise CorruptionError("the pickle has an object that contains itself")
-                    stack.append(child)
-            if len(stack) > limits.objects:
-                raise CorruptionError(f"the pickle has more than {limits.objects} objects")
-            continue
+        if id(node) in begun:
+            others, inner = begun.pop(id(node))
+        else:
+            others, inner = _divided(node)
+            if waiting := [child for child in inner if id(child) not in sizes]:
+                begun[id(node)] = others, inner
+                if any(id(child) in begun for child in waiting):
+                    raise CorruptionError("the pickle has an object that contains itself")
+                stack += waiting
+                continue
         stack.pop()
-        found = [sizes.get(id(child)) or (1, 0) for child in inner]
-        objects, depth = 1 + sum(count for count, _ in found), 1 + max((level for _, level in found), default=0)
-        if depth > limits.depth:
+        objects, levels = 1 + others, 0
+        for child in inner:
+            size, depth = sizes[id(child)]
+            objects, levels = objects + size, max(levels, depth)
+        if levels >= limits.depth:
             raise CorruptionError(f"the pickle is nested deeper than {limits.depth}")
         if objects > limits.objects:
             raise CorruptionError(f"the pickle has more than {limits.objects} objects")
-        sizes[id(node)] = objects, depth
+        sizes[id(node)] = objects, levels + 1
 
 
-def _inside(node: Any) -> Iterable[Any] | None:
-    """The objects in a container; None for anything else."""
-    if type(node) in (list, tuple):
-        return node  # type: ignore[no-any-return]
+_CONTAINERS = frozenset([list, tuple, dict, set, frozenset, Record])
+
+
+def _divided(node: Any) -> tuple[int, list[Any]]:
+    """The number of plain objects in a container, and the containers in it."""
+    children: Collection[Any] = node
     if type(node) is dict:
-        return [*node.keys(), *node.values()]
-    if type(node) is Record:
-        return (*node.args, node.state)
-    return node if type(node) in (set, frozenset) else None
+        children = [*node.keys(), *node.values()]
+    elif type(node) is Record:
+        children = (*node.args, node.state)
+    inner = [child for child in children if type(child) in _CONTAINERS]
+    return len(children) - len(inner), inner
 
 
 _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
@@ -340,17 +354,17 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
         pickle.NONE: lambda machine: machine.push(None),
         pickle.NEWTRUE: lambda machine: machine.push(True),
         pickle.NEWFALSE: lambda machine: machine.push(False),
-        pickle.BININT: lambda machine: machine.push_integer("<i"),
-        pickle.BININT1: lambda machine: machine.push_integer("<B"),
-        pickle.BININT2: lambda machine: machine.push_integer("<H"),
-        pickle.BINFLOAT: lambda machine: machine.push_integer(">d"),
+        pickle.BININT: lambda machine: machine.push_integer(_INT32),
+        pickle.BININT1: lambda machine: machine.push_integer(_UINT8),
+        pickle.BININT2: lambda machine: machine.push_integer(_UINT16),
+        pickle.BINFLOAT: lambda machine: machine.push_integer(_DOUBLE),
         pickle.LONG1: _Machine.push_long,
-        pickle.SHORT_BINUNICODE: lambda machine: machine.push_text("<B"),
-        pickle.BINUNICODE: lambda machine: machine.push_text("<I"),
-        pickle.BINUNICODE8: lambda machine: machine.push_text("<Q"),
-        pickle.SHORT_BINBYTES: lambda machine: machine.push_bytes("<B"),
-        pickle.BINBYTES: lambda machine: machine.push_bytes("<I"),
-        pickle.BINBYTES8: lambda machine: machine.push_bytes("<Q"),
+        pickle.SHORT_BINUNICODE: lambda machine: machine.push_text(_UINT8),
+        pickle.BINUNICODE: lambda machine: machine.push_text(_UINT32),
+        pickle.BINUNICODE8: lambda machine: machine.push_text(_UINT64),
+        pickle.SHORT_BINBYTES: lambda machine: machine.push_bytes(_UINT8),
+        pickle.BINBYTES: lambda machine: machine.push_bytes(_UINT32),
+        pickle.BINBYTES8: lambda machine: machine.push_bytes(_UINT64),
         pickle.EMPTY_TUPLE: lambda machine: machine.push(()),
         pickle.TUPLE1: lambda machine: machine.push_tuple(1),
         pickle.TUPLE2: lambda machine: machine.push_tuple(2),
@@ -365,11 +379,11 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
         pickle.EMPTY_SET: lambda machine: machine.push(set()),
         pickle.ADDITEMS: _Machine.add_items,
         pickle.FROZENSET: _Machine.push_frozen_set,
-        pickle.BINPUT: lambda machine: machine.put("<B"),
-        pickle.LONG_BINPUT: lambda machine: machine.put("<I"),
+        pickle.BINPUT: lambda machine: machine.put(_UINT8),
+        pickle.LONG_BINPUT: lambda machine: machine.put(_UINT32),
         pickle.MEMOIZE: _Machine.memoize,
-        pickle.BINGET: lambda machine: machine.push_memo("<B"),
-        pickle.LONG_BINGET: lambda machine: machine.push_memo("<I"),
+        pickle.BINGET: lambda machine: machine.push_memo(_UINT8),
+        pickle.LONG_BINGET: lambda machine: machine.push_memo(_UINT32),
         pickle.GLOBAL: _Machine.global_,
         pickle.STACK_GLOBAL: _Machine.stack_global,
         pickle.REDUCE: _Machine.call,

@@ -368,7 +368,9 @@ def test_a_large_artifact_is_written_to_a_file_in_pieces(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("staging_bytes", [None, 64 << 20])
-def test_a_large_file_passes_through_little_memory(tmp_path: Path, staging_bytes: int | None) -> None:
+def test_a_large_file_passes_through_little_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging_bytes: int | None
+) -> None:
     """A sparse file of 400 MiB. A change after `put_artifact` changes nothing."""
     source, size = tmp_path / "large", 400 << 20
     with open(source, "wb") as file:
@@ -376,6 +378,8 @@ def test_a_large_file_passes_through_little_memory(tmp_path: Path, staging_bytes
             file.seek(at)
             file.write(part)
     state: dict[str, Any] = {"w": torch.arange(1_000_000.0), "epoch": 1}
+    limits = attachments.Limits(memory_bytes=1 << 20)
+    monkeypatch.setattr(attachments, "Limits", lambda: limits)
     with open_at(tmp_path / "ck", staging_bytes=staging_bytes) as checkpointer, at_most_resident(128 << 20):
         assert checkpointer.put_artifact(1, "large", source) == size
         checkpointer.put_artifact(1, "note", b"small")
@@ -424,7 +428,7 @@ def test_a_damaged_artifact_is_never_returned(tmp_path: Path) -> None:
 
 
 def test_refused_artifacts_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = attachments.Limits(count=2, memory_bytes=1000, file_bytes=100_000, on_disk_from=70_000)
+    limits = attachments.Limits(count=2, memory_bytes=1000, file_bytes=100_000)
     monkeypatch.setattr(attachments, "Limits", lambda: limits)
     with open_at(tmp_path / "ck") as checkpointer:
         checkpointer.put_artifact(1, "a", b"x" * 600)
@@ -474,12 +478,12 @@ def test_a_file_that_changes_while_it_is_read_is_stored_as_it_was_read(
     for before, change, expected in ((1000, 2000, 1000), (1000, 10, 10), (80_000, 90_000, 80_000), (80_000, 10, 10)):
         path.write_bytes(b"x" * before)
 
-        def changed(*arguments: Any, change: int = change, **options: Any) -> None:
+        def changed(*arguments: Any, change: int = change, **options: Any) -> bool:
             path.write_bytes(b"x" * change)
-            require_room(*arguments, **options)
+            return require_room(*arguments, **options)
 
         monkeypatch.setattr(attachments.Attachments, "_require_room", changed)
-        waiting = attachments.Attachments(attachments.Limits(on_disk_from=70_000))
+        waiting = attachments.Attachments(attachments.Limits(memory_bytes=70_000))
         assert waiting.put(1, "log", path) == expected
         extras = waiting.of(1, {})
         assert [data.tobytes() for data in extras.artifacts.values()] == [b"x" * expected][: expected < 70_000]

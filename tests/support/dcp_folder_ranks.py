@@ -1,7 +1,7 @@
 """A folder of torch's own DCP, imported and restored: `dcp_folder_ranks.py DIRECTORY`. Prints what is equal.
 
-The state is saved under FSDP2. Rank 0 imports the folder. The state is then loaded under tensor parallelism, once by
-`dcp.load` from the folder, and once by a `Checkpointer` from the step.
+The state is saved under FSDP2, as a folder and through our storage. Rank 0 imports the folder. The state is then loaded
+under tensor parallelism: by `dcp.load` from the folder and from the imported step, and by a `Checkpointer` from both steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from headrace.checkpoint import Checkpointer, import_checkpoint
+from headrace.checkpoint.dcp import RepositoryReader, RepositoryWriter
 from tests.support.dcp_state_dict_ranks import made, mesh_of, same, train
 from tests.support.ranks import in_group
 
@@ -46,27 +47,31 @@ def main(directory: str) -> None:
         train(*first, 2)
         model, optim = get_state_dict(*first, options=options)
         dcp.save({"model": model, "optim": optim, "extra": extra(0, 5)}, checkpoint_id=folder)
+        into = RepositoryWriter(f"{directory}/r", run=f"own-{flat}", step=0)
+        dcp.save({"model": model, "optim": optim, "extra": extra(0, 5)}, storage_writer=into)
         if dist.get_rank() == 0:
-            import_checkpoint(folder, f"{directory}/r", run=f"flat-{flat}")
+            import_checkpoint(folder, f"{directory}/r", run=f"in-{flat}")
         dist.barrier()
         compare(directory, flat, options)
 
 
 def compare(directory: str, flat: bool, options: StateDictOptions) -> None:
     found = []
-    for way in ("dcp", "checkpointer", "objects"):
+    ways = ["dcp", "reader", "in", "own"] + ([] if flat else ["in objects", "own objects"])
+    for way in ways:
         pair, other = made(2, mesh_of("tp")), extra(1, 6)
-        if way == "objects":  # the objects themselves, not their state dicts
-            if flat:
-                continue
-            restore(directory, flat, {"model": pair[0], "optim": pair[1], "extra": other})
+        run, _, objects = way.partition(" ")
+        if objects:  # the objects themselves, not their state dicts
+            restore(directory, f"{run}-{flat}", {"model": pair[0], "optim": pair[1], "extra": other})
         else:
             model, optim = get_state_dict(*pair, options=options)
             into: dict[str, Any] = {"model": model, "optim": optim, "extra": other}
             if way == "dcp":
                 dcp.load(into, checkpoint_id=f"{directory}/flat-{flat}")
+            elif way == "reader":
+                dcp.load(into, storage_reader=RepositoryReader(f"{directory}/r", run=f"in-{flat}", step=0))
             else:
-                restore(directory, flat, into)
+                restore(directory, f"{run}-{flat}", into)
             set_state_dict(*pair, model_state_dict=model, optim_state_dict=optim, options=options)
             other = into["extra"]
         found.append((held(*pair, other), (other["list"][1], other["name"])))
@@ -75,8 +80,8 @@ def compare(directory: str, flat: bool, options: StateDictOptions) -> None:
     print(json.dumps({"equal": equal, "changed": not same(found[0][0], untouched), "values": found[0][1]}), flush=True)
 
 
-def restore(directory: str, flat: bool, state: dict[str, Any]) -> None:
-    with Checkpointer(f"{directory}/r", run=f"flat-{flat}", sidecar=None, timeout=60) as checkpointer:
+def restore(directory: str, run: str, state: dict[str, Any]) -> None:
+    with Checkpointer(f"{directory}/r", run=run, sidecar=None, timeout=60) as checkpointer:
         assert checkpointer.restore(state) == 0
 
 

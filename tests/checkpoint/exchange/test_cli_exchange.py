@@ -66,6 +66,17 @@ def test_json_tags_and_options(tmp_path: Path, repository: str, capsys: pytest.C
     assert (report["format"], report["entries"], report["tensors"]) == ("hf", ["net"], 1)
 
 
+def test_a_folder_of_dcp_is_imported_without_what_is_excluded(
+    tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said(capsys, "export", repository, tmp_path / "d", "--run", "exp", "--format", "dcp")
+    options = ["--run", "n", "--exclude", "epoch", "--exclude", "model/bias"]
+    report = json.loads(said(capsys, "import", tmp_path / "d", repository, *options, "--json"))
+    assert (report["format"], report["entries"], report["tensors"]) == ("dcp", ["model"], 1)
+    out = said(capsys, "import", tmp_path / "d", repository, "--run", "m", "--exclude", "nothing", code=2)
+    assert "exclude has patterns without a match: 'nothing'" in out
+
+
 def test_mistakes_are_errors_with_the_next_step(
     tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
