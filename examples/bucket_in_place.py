@@ -49,7 +49,8 @@ def main() -> None:
         with VideoLoader(chosen, batch_size=2, clip=Clip(4), size=(32, 32), columns=["duration"]) as loader:
             while step < args.steps:
                 for batch in loader:  # the model learns how long the clip is
-                    loss = (model(batch["video"] / 255).squeeze(1) - batch["duration"]).square().mean()
+                    seconds = model(batch["video"] / 255).squeeze(1)
+                    loss = (seconds - torch.tensor(batch["duration"])).square().mean()
                     optimizer.zero_grad(), loss.backward(), optimizer.step()
                     step += 1
                     print(f"step {step} loss {loss.item():.4f} keys {' '.join(batch['key'])}", flush=True)
