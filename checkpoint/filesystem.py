@@ -96,28 +96,23 @@ class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
 
     def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
         path = self._strip_protocol(path)
-        with _as_os_errors(path):
-            url, parts = self._place(path)
-            found = self._names(url, parts) if not self._is_file(parts) else None
-            if found is None:  # a file lists itself
-                entries = [self.info(path)]
-            else:
-                prefix = f"{path}/" if path else ""
-                entries = [_entry(prefix + folder, None) for folder in found.folders]
-                entries += [_entry(prefix + name, size) for name, size in found.files.items()]
+        entries = [self.info(path)]
+        if entries[0]["type"] == "directory":
+            with _as_os_errors(path):
+                found = self._names(*self._place(path))
+            prefix = f"{path}/" if path else ""
+            entries = [_entry(prefix + folder, None) for folder in found.folders]
+            entries += [_entry(prefix + name, size) for name, size in found.files.items()]
         return entries if detail else [entry["name"] for entry in entries]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         path = self._strip_protocol(path)
         with _as_os_errors(path):
             url, parts = self._place(path)
-            if not parts:
-                return _entry(path, None)
-            above = self._names(url, parts[:-1])
-            if parts[-1] in above.files:
-                return _entry(path, above.files[parts[-1]])
-            if self._is_file(parts):
-                raise NotFoundError(f"{path} does not exist")
+            if _may_be_file(parts):
+                files = self._names(url, parts[:-1]).files
+                if parts[-1] in files:
+                    return _entry(path, files[parts[-1]])
             self._names(url, parts)
         return _entry(path, None)
 
@@ -126,9 +121,9 @@ class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
             self._refuse(path)
         with _as_os_errors(path):
             url, parts = self._place(path)
-            if len(parts) > 5 and parts[0] == "runs":
+            if _may_be_file(parts) and parts[0] == "runs":
                 return self._open_in_step(path, url, parts, block_size, options)
-            if len(parts) == 4 and parts[0] == "samples":
+            if _may_be_file(parts):
                 return io.BytesIO(self._sample_file(url, parts))
             if self.isdir(path):
                 raise IsADirectoryError(f"{path} is a folder")
@@ -149,13 +144,6 @@ class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         if not parts:
             raise UsageError("headrace:// needs a repository", hint="headrace://s3%3A%2F%2Fbucket%2Fckpt/runs, or url=")
         return urllib.parse.unquote(parts[0]), parts[1:]
-
-    @staticmethod
-    def _is_file(parts: Sequence[str]) -> bool:
-        """Whether a path can only be a file."""
-        return (len(parts) == 4 and parts[0] == "samples") or (
-            len(parts) > 5 and parts[0] == "runs" and (parts[4] == "artifacts" or parts[-1].endswith(_SUFFIX))
-        )
 
     def _names(self, url: str, parts: Sequence[str]) -> _Names:
         """The names in a folder. `NotFoundError` if there is no such folder."""
@@ -285,6 +273,10 @@ class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
             sample = dataset.find(urllib.parse.unquote(key))
             data: bytes = dataset.read(sample, urllib.parse.unquote(name[len(key) + 1 :]))
             return data
+
+
+def _may_be_file(parts: Sequence[str]) -> bool:
+    return (len(parts) == 4 and parts[0] == "samples") or (len(parts) > 5 and parts[0] == "runs")
 
 
 def _step_of(text: str) -> int | str:

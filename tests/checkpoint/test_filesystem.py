@@ -89,6 +89,10 @@ def test_folders_lead_from_the_runs_to_the_tensors(fs: HeadraceFileSystem) -> No
     assert fs.ls(f"{step}/artifacts", detail=False) == [
         f"{step}/artifacts/{name}" for name in ("samples", "scores.parquet")
     ]
+    assert fs.ls(f"{step}/artifacts/samples", detail=False) == [f"{step}/artifacts/samples/0.txt"]
+    assert sorted(fs.find(f"{step}/artifacts")) == [
+        f"{step}/artifacts/{name}" for name in ("samples/0.txt", "scores.parquet")
+    ]
     assert fs.isdir(step)
     assert fs.isfile(f"{step}/tensors/large.safetensors")
     assert fs.info(f"{step}/tensors/large.safetensors")["size"] > LARGE.nbytes
@@ -234,6 +238,7 @@ def test_a_listing_is_limited(dataset: Path, monkeypatch: pytest.MonkeyPatch) ->
     fs = HeadraceFileSystem(url=str(dataset), skip_instance_cache=True)
     with pytest.raises(CapacityError, match="too many for a listing"):
         fs.ls("samples/latest")
+    assert fs.ls("samples/latest/a", detail=False) == ["samples/latest/a/a.wav"]
     assert fs.cat_file("samples/latest/a/a.wav")
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
+import tempfile
 import tomllib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +21,7 @@ import yaml
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.sidecar import settings
 from headrace.dataio.sidecar.settings import PREFIX, SETTINGS
+from tests.dataio.sidecar.conftest import wait_for
 from tests.support import helm_chart
 
 CHART, ROOT = helm_chart.CHART, helm_chart.ROOT
@@ -285,6 +291,49 @@ def test_alerts_and_the_dashboard_are_those_of_the_repository(tmp_path: Path) ->
     assert one(objects, "PrometheusRule")["spec"] == expected
     board = (ROOT / "deploy" / "grafana" / "headrace.json").read_text()
     assert json.loads(one(objects, "ConfigMap")["data"]["headrace.json"]) == json.loads(board)
+
+
+@pytest.mark.parametrize("name", ["default", "job"])
+def test_a_daemon_starts_with_what_the_chart_gives_it_and_its_probes_answer(name: str, tmp_path: Path) -> None:
+    """The daemon's real process, with the pod's paths below a folder, and ports that are free."""
+    (container,) = [found for _, found in containers(recorded(name)) if found["name"] == "sidecar"]
+    given = {entry["name"]: entry["value"] for entry in container["env"] if entry["name"].startswith(PREFIX)}
+    with tempfile.TemporaryDirectory(prefix="ch-") as folder:
+        for mount in container["volumeMounts"]:
+            (Path(folder) / mount["mountPath"].lstrip("/")).mkdir(mode=0o700, parents=True)
+        given = {key: f"{folder}{value}" if value[0] == "/" else value for key, value in given.items()}
+        given[f"{PREFIX}CACHE_DIR"] = given[f"{PREFIX}CACHE_DIR"].replace("500GiB", "64MiB")
+        given |= {f"{PREFIX}HTTP_PORT": "0"} | ({f"{PREFIX}METRICS_LISTEN": "127.0.0.1:0"} if name == "job" else {})
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("HEADRACE_")} | given
+        command = [sys.executable, "-m", "headrace.dataio.cli"]
+        with subprocess.Popen([*command, *container["args"]], env=environment, cwd=ROOT) as daemon:
+            try:
+                probe = container["startupProbe"].get("exec", {}).get("command", ["headrace", "sidecar", "status"])
+                probe = [word.replace("/run/", f"{folder}/run/") for word in probe[1:]]
+                asked = environment | {"HEADRACE_SIDECAR": given[f"{PREFIX}SOCKET"]}
+                said: dict[str, Any] = {}
+
+                def ready() -> bool:
+                    assert daemon.poll() is None
+                    done = subprocess.run(
+                        [*command, *probe, "--json"], env=asked, cwd=ROOT, capture_output=True, text=True
+                    )
+                    said.update(json.loads(done.stdout) if done.returncode == 0 else {})
+                    return bool(said)
+
+                wait_for(ready)
+                for port, path in (
+                    (said["http_port"], "readyz"),
+                    (said["http_port"], "livez"),
+                    (said["metrics_port"], "metrics"),
+                ):
+                    if port is not None:
+                        with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=60) as answer:
+                            assert answer.status == 200
+                assert (said["metrics_port"] is not None) == (name == "job")
+            finally:
+                daemon.terminate()
+        assert daemon.returncode == 0
 
 
 def test_the_charts_version_is_that_of_the_program() -> None:

@@ -250,6 +250,18 @@ def test_the_image_reads_s3_by_the_quick_client_and_runs_the_quick_loop() -> Non
     assert {"s3", "sidecar"} <= set(extras.split(","))
 
 
+def test_make_image_wants_a_base_image_with_its_digest() -> None:
+    for base in ("", "BASE=python:3.11-slim-bookworm"):
+        done = subprocess.run(
+            ["make", "-s", "image", *filter(None, [base])], cwd=DEPLOY.parent, capture_output=True, text=True
+        )
+        assert done.returncode != 0
+        assert "give the base image with its digest" in done.stdout
+    base = f"BASE=python@sha256:{'1' * 64}"
+    said = subprocess.run(["make", "-n", "image", base, "IMAGE=x/y"], cwd=DEPLOY.parent, capture_output=True, text=True)
+    assert f"docker build -f deploy/docker/Dockerfile -t x/y --build-arg {base} ." in said.stdout
+
+
 def _promtool(*arguments: str, text: bytes | None = None) -> Any:
     done = subprocess.run([str(PROMTOOL), *arguments], input=text, capture_output=True, timeout=150)
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
