@@ -67,8 +67,7 @@ def site_text(name: str, path: Path, places: Mapping[Path, str]) -> str:
         return f"`{relative}`" if words.strip("`") in (str(relative), file.name) else f"{words} (`{relative}`)"
 
     parts = _BLOCK.split(path.read_text())
-    text = "".join(_shell(part) if part.startswith("```") else _LINK.sub(link, part) for part in parts)
-    return text
+    return "".join(_shell(part) if part.startswith("```") else _LINK.sub(link, part) for part in parts)
 
 
 def _below(name: str, path: Path, target: str) -> str:
@@ -119,7 +118,17 @@ def write_texts(pages: Mapping[str, str], output: Path) -> None:
     (output / "llms-full.txt").write_text("\n\n".join(whole))
 
 
-_ORDER = ("start", "tutorials", "howto", "explanation", "reference", "glossary", "benchmarks", "deploying", "contributing")
+_ORDER = (
+    "start",
+    "tutorials",
+    "howto",
+    "explanation",
+    "reference",
+    "glossary",
+    "benchmarks",
+    "deploying",
+    "contributing",
+)
 
 
 def _rank(name: str) -> tuple[int, str]:

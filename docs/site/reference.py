@@ -88,7 +88,7 @@ def documented() -> set[str]:
 def settings_page() -> str:
     """Environment variables, and the settings of the daemon with their flags, variables and defaults."""
     rows = [
-        f"| `{setting.name}` | {_code(setting.default)} | `{setting.metavar.replace('|', chr(92) + '|')}` | {_cell(setting.help)} |"
+        f"| `{setting.name}` | {_code(setting.default)} | {_code(setting.metavar)} | {_cell(setting.help)} |"
         for setting in settings.SETTINGS
     ]
     return "\n".join(
@@ -101,13 +101,15 @@ def settings_page() -> str:
             "| --- | --- |",
             *(f"| `{name}` | {_cell(meaning, code=True)} |" for name, meaning in VARIABLES.items()),
             "",
-            "Stores also read the variables of their own tools, such as `AWS_ACCESS_KEY_ID`: see [stores](../explanation/stores.md).",
+            "Stores also read the variables of their own tools, such as `AWS_ACCESS_KEY_ID`:",
+            "see [stores](../explanation/stores.md).",
             "",
             "## The daemon",
             "",
             "A setting has one name. `cache_bytes` is the flag `--cache-bytes` of `headrace sidecar run`, the variable",
             f"`{settings.PREFIX}CACHE_BYTES`, and the key `cache_bytes` of the TOML file. The flag overrides the variable,",
-            "and the variable overrides the file. [The sidecar](../explanation/sidecar.md#settings) says which ones change without a restart.",
+            "and the variable overrides the file. [The sidecar](../explanation/sidecar.md#settings) says which ones change",
+            "without a restart.",
             "",
             "| setting | default | value | meaning |",
             "| --- | --- | --- | --- |",
@@ -124,7 +126,8 @@ def metrics_page() -> str:
             "# Metrics",
             "",
             "Names follow the conventions of Prometheus. The unit is a part of the name: `seconds`, `bytes`, `ratio`, or a plain",
-            "count. A counter has `_total` at its end. The daemon answers `/metrics` on its [status address](../explanation/sidecar.md#running-it).",
+            "count. A counter has `_total` at its end. The daemon answers `/metrics` on its",
+            "[status address](../explanation/sidecar.md#running-it).",
             "",
             "## Trainers and the daemon",
             "",
@@ -161,7 +164,9 @@ def _metric_table(families: Iterable[Metric], labels: Mapping[str, Sequence[str]
 
 def daemon_families() -> list[Metric]:
     """The families of a daemon that has every part of the cache and of its queue."""
-    cache = dict.fromkeys([*(name for name, _ in daemon_metrics._CACHE), "fetched_bytes", "reads_ready", "reads_late"], 0)
+    cache = dict.fromkeys(
+        [*(name for name, _ in daemon_metrics._CACHE), "fetched_bytes", "reads_ready", "reads_late"], 0
+    )
     saves = SaveStats(lambda *_: None)
     saves.room = lambda: dict.fromkeys((name for name, _ in daemon_metrics._ROOM), 0)
     return list(daemon_metrics.JobMetrics(JobStats(time.time), saves, lambda: (cache, ())).collect())
@@ -203,8 +208,9 @@ def errors_page() -> str:
         [
             "# Errors",
             "",
-            "An error is grouped by what its handler can do. Its text names the thing, the reason and the next step. `error.code` never",
-            "changes between versions. The command line exits with the exit code. Import the classes from `headrace.dataio.core.errors`.",
+            "An error is grouped by what its handler can do. Its text names the thing, the reason and the next step.",
+            "`error.code` never changes between versions. The command line exits with the exit code. Import the classes from",
+            "`headrace.dataio.core.errors`.",
             "",
             "| class | base | code | exit code | meaning |",
             "| --- | --- | --- | --- | --- |",
@@ -215,7 +221,7 @@ def errors_page() -> str:
 
 
 def _code(text: str | None) -> str:
-    return f"`{text}`" if text else ""
+    return f"`{text.replace('|', chr(92) + '|')}`" if text else ""
 
 
 def _cell(text: str, *, code: bool = False) -> str:

@@ -1,8 +1,7 @@
-"""The pages for beginners and the pages for one task do what they show, run from their first block to their last."""
+"""The first page and the tutorials do what they show, run by a shell from their first block to their last."""
 
 from __future__ import annotations
 
-import collections
 import tempfile
 from pathlib import Path
 
@@ -11,26 +10,7 @@ import pytest
 from tests.support import pages
 
 DOCS = pages.ROOT / "docs"
-OLDER = {
-    "compare-copy",
-    "export-import",
-    "fields",
-    "frameworks",
-    "indexing",
-    "looking-after",
-    "packing",
-    "publishing",
-    "versions",
-}
-"""Guides whose blocks are parts of programs. `tests/test_docs.py` checks their names, and some have tests of their own."""
-RUN = [
-    DOCS / "start.md",
-    *sorted(DOCS.glob("tutorials/*.md")),
-    *sorted(page for page in DOCS.glob("howto/*.md") if page.stem not in OLDER),
-]
-RUN = [page for page in RUN if pages.blocks(page)]
-NOT_RUN = {"installs packages": 1}
-"""Blocks that are shown and not run, by reason."""
+RUN = [DOCS / "start.md", *sorted(page for page in DOCS.glob("tutorials/*.md") if page.stem != "index")]
 
 
 @pytest.mark.slow
@@ -40,11 +20,6 @@ def test_a_page_does_what_it_shows(page: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="hr") as folder:  # a short path, since sockets lie in it
         printed = pages.run(page, Path(folder))
     assert pages.unexpected(page, printed) == {}
-
-
-def test_the_blocks_that_are_not_run_are_known() -> None:
-    marks = collections.Counter(block.mark for page in RUN for block in pages.blocks(page) if block.mark)
-    assert marks == NOT_RUN
 
 
 def test_every_mark_stands_directly_before_a_block() -> None:

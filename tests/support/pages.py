@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"(?:<!-- not run: (?P<mark>[^>]+?) -->\n+)?^```(?P<language>[\w{}-]*)\n(?P<text>.*?)^```$", re.S | re.M)
+_FENCE = re.compile(
+    r"(?:<!-- not run: (?P<mark>[^>]+?) -->\n+)?^```(?P<language>[\w{}-]*)\n(?P<text>.*?)^```$", re.S | re.M
+)
 _FILE = re.compile(r"# (\w+\.py)\n")
 _END = "\x1eend of block "
 PYTHON, SHELL = ("python",), ("console", "sh", "bash", "")
@@ -54,7 +56,11 @@ def _script(found: list[Block]) -> str:
     for number, block in enumerate(found):
         if block.runs and block.language in PYTHON:
             named = _FILE.match(block.text)
-            lines += [f"cat > {named[1]} <<'END_OF_FILE'" if named else "python - <<'END_OF_FILE'", block.text, "END_OF_FILE"]
+            lines += [
+                f"cat > {named[1]} <<'END_OF_FILE'" if named else "python - <<'END_OF_FILE'",
+                block.text,
+                "END_OF_FILE",
+            ]
         elif block.runs:
             lines.append(block.text)
         lines.append(f"echo '{_END}{number}'")

@@ -1,7 +1,7 @@
 """ckpt-chaos, a crash tester of other people, over all ways in: it kills a training at file events of its saves and resumes it.
 
-Skipped where it is not installed (`pip install -c constraints.txt headrace[chaos]`). The table of docs/explanation/checkpoints.md comes
-from more crash points than this takes.
+Skipped where it is not installed (`pip install -c constraints.txt headrace[chaos]`). The table of docs/howto/trainers.md
+comes from more crash points than this takes.
 """
 
 from __future__ import annotations
