@@ -41,23 +41,23 @@ def check_tuples(data: bytes, label: str) -> None:
 def _largest_tuple(data: bytes, enough: int) -> int:
     """The number of objects in the largest tuple. It ends at the first tuple with more than `enough`."""
     stack: list[int | None] = []  # sizes; None for a mark
-    memo: dict[int, int | None] = {}
+    memo: dict[object, int | None] = {}
     largest = 0
     for code, argument, _ in pickletools.genops(data):
         if code.name in _TUPLES:
             length = _TUPLES[code.name]
-            items = _above_mark(stack) if length is None else [stack.pop() for _ in range(length)]
-            size = 1 + sum(item or 1 for item in items)
+            items = _above_mark(stack) if length is None else [stack.pop() or 1 for _ in range(length)]
+            size = 1 + sum(items)
             largest = max(largest, size)
             if size > enough:
                 break
             stack.append(size)
         elif code.name in _PUTS:
-            memo[int(argument)] = stack[-1]
+            memo[argument] = stack[-1]
         elif code.name == "MEMOIZE":
             memo[len(memo)] = stack[-1]
         elif code.name in _GETS:
-            stack.append(memo[int(argument)])
+            stack.append(memo[argument])
         elif code.name == "DUP":
             stack.append(stack[-1])
         else:
@@ -76,7 +76,7 @@ def _follow(code: Any, stack: list[int | None]) -> None:
     stack += [None if kind is pickletools.markobject else 1 for kind in code.stack_after]
 
 
-def _above_mark(stack: list[int | None]) -> list[int | None]:
+def _above_mark(stack: list[int | None]) -> list[int]:
     """Take the values above the last mark, and the mark."""
     items = []
     while (item := stack.pop()) is not None:

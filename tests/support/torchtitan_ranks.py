@@ -71,7 +71,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.trainer, self.loader = Trainer(), Loader(seed * 10 + dist.get_rank())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        common = {"enable": True, "interval": 2, "async_mode": mode, "last_save_model_only": False}
+        common: dict[str, Any] = {"enable": True, "interval": 2, "async_mode": mode, "last_save_model_only": False}
         kept: Any = CheckpointManager.Config(**common, keep_latest_k=0)
         if repo:
             kept = RepositoryCheckpointManager.Config(**common, url=repo, run="exp", keep_latest_k=2)
