@@ -143,7 +143,7 @@ class _Machine:
         self._at += length
         return part
 
-    def _number(self, format: struct.Structuct.Struct) -> Any:
+    def _number(self, format: struct.Struct) -> Any:
         if self._at + format.size > len(self._data):
             raise self._damaged("it is cut off")
         self._at += format.size

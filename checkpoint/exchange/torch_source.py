@@ -7,8 +7,8 @@ the archive. Tensors that share a storage share memory.
 - `load_value`: a small archive in memory. Its tensors are views of that memory.
 - `locate_tensor`: an archive of one tensor in a part of a file. Only the place of the tensor is returned.
 
-Invariant: no pickled code runs (`weights_only=True`). The map is read-only, so a file may be larger than the memory.
-Every storage lies inside the file.
+Invariant: no pickled code runs (`weights_only=True`), and no key takes forever to hash (`pickle_tuples`). The map is
+read-only, so a file may be larger than the memory. Every storage lies inside the archive.
 Failure behaviour: `UnsupportedError` names code that the file needs. `CorruptionError` for a damaged file. If a tensor
 cannot be placed (a sparse one), torch maps the file itself. That needs as much free memory as the file has bytes, and
 raises `CapacityError` otherwise.
@@ -30,6 +30,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from headrace.checkpoint.exchange import pickle_tuples
 from headrace.checkpoint.state.tensors import empty
 from headrace.checkpoint.state.tree import MAX_DEPTH, join
 from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
@@ -231,6 +232,7 @@ def _records(label: str, file: BinaryIO, size: int) -> dict[int, int]:
                 raise UsageError(f"{label} is not a file of torch.save", hint="TorchScript archives are not imported")
             if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
                 raise UsageError(f"{label} has compressed records", hint="write it again with torch.save")
+            pickle_tuples.check_tuples(archive.read(structure), label)
             if order is not None and (order.file_size > len(b"little") or archive.read(order) != b"little"):
                 raise UnsupportedError(
                     f"{label} was written on a big-endian machine", hint="write it again on this one"

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 import torch
 
-from headrace.checkpoint import Checkpointer, read, read_artifact
+from headrace.checkpoint import Checkpointer, attachments, read, read_artifact
 from headrace.checkpoint.repository import check, survey
 from headrace.checkpoint.saving import executor
 from headrace.dataio.core.errors import DeadlineError, TransientError
@@ -153,6 +153,20 @@ def test_the_daemon_commits_metadata_description_and_artifacts(daemon: Daemon, t
             assert saved.description["config"] == {"lr": 1e-3}
     with open_store(tmp_path) as store:
         assert [line.metadata["step"] for line in survey.survey(store).steps] == [1, 2]
+
+
+def test_a_step_with_an_artifact_on_disk_is_committed_without_the_daemon(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon.start()
+    (tmp_path / "large").write_bytes(b"x" * 200_000)
+    limits = attachments.Limits(memory_bytes=1000)
+    monkeypatch.setattr(attachments, "Limits", lambda: limits)
+    with Checkpointer(str(tmp_path / "r"), run="exp", sidecar=daemon.socket) as checkpointer:
+        checkpointer.put_artifact(1, "large", tmp_path / "large")
+        assert checkpointer.save(1, {"w": torch.zeros(1000)}).result(60).committed_by == "process"
+        assert checkpointer.save(2, {"w": torch.zeros(1000)}).result(60).committed_by == "sidecar"
+    assert read_artifact(tmp_path / "r", run="exp", step=1, name="large") == b"x" * 200_000
 
 
 def test_a_step_committed_by_an_orphan_of_a_killed_daemon_is_reported_as_committed(

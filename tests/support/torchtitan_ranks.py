@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 warnings.simplefilter("ignore")  # the frameworks' own
 
+from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
+
+from headrace.checkpoint import import_checkpoint  # noqa: E402
 from headrace.checkpoint.frameworks.torchtitan import RepositoryCheckpointManager  # noqa: E402
 from tests.support.ranks import in_group  # noqa: E402
 
@@ -60,16 +64,18 @@ class Run:
     """A small model under FSDP2 with everything that torchtitan saves."""
 
     def __init__(self, seed: int, folder: str, repo: str, mode: str) -> None:
+        """Without `repo`, torchtitan's own manager saves to `folder`."""
         torch.manual_seed(seed)
         self.model = torch.nn.Sequential(torch.nn.Linear(64, 65), torch.nn.Linear(65, 3))
         fully_shard(self.model, mesh=init_device_mesh("cpu", (2,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.trainer, self.loader = Trainer(), Loader(seed * 10 + dist.get_rank())
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        config = RepositoryCheckpointManager.Config(
-            enable=True, url=repo, run="exp", interval=2, async_mode=mode, keep_latest_k=2, last_save_model_only=False
-        )
-        self.manager = config.build(
+        common: dict[str, Any] = {"enable": True, "interval": 2, "async_mode": mode, "last_save_model_only": False}
+        kept: Any = CheckpointManager.Config(**common, keep_latest_k=0)
+        if repo:
+            kept = RepositoryCheckpointManager.Config(**common, url=repo, run="exp", keep_latest_k=2)
+        self.manager = kept.build(
             dataloader=self.loader,
             model_parts=[self.model],
             optimizers=Optimizers(self.model, self.optimizer),
@@ -104,8 +110,26 @@ class Run:
         }
 
 
+def continued(folder: str, repo: str) -> None:
+    """torchtitan's own manager saves, the folder is imported, and ours continues."""
+    first = Run(1, folder, "", "disabled")
+    first.train(6, last=False)
+    first.manager.close()
+    if dist.get_rank() == 0:
+        (saved,) = Path(folder).rglob("step-6")
+        import_checkpoint(saved, repo, run="exp", step=6)
+    dist.barrier()
+    second = Run(2, folder + "-other", repo, "disabled")
+    assert second.manager.load()
+    print(json.dumps({"saved": first.seen(), "continued": second.seen()}), flush=True)
+    second.manager.close()
+
+
 @in_group
 def main(folder: str, repo: str, mode: str) -> None:
+    if mode == "import":
+        continued(folder, repo)
+        return
     first = Run(1, folder, repo, mode)
     assert not first.manager.load()  # nothing is there yet
     first.train(6, last=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -14,8 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.checkpoint import Checkpointer, export, import_checkpoint, read
+from headrace.checkpoint.exchange import pickle_tuples
 from headrace.checkpoint.exchange.importing import ImportReport
 from headrace.checkpoint.repository import check
 from headrace.dataio.core.errors import (
@@ -304,6 +308,23 @@ def test_damaged_torch_files_are_refused(tmp_path: Path) -> None:
     source.write_bytes(buffer.getvalue())
     with pytest.raises(UsageError, match=r"is not a file of torch.save"):
         imported(source, tmp_path / "r")
+
+
+def test_keys_that_take_forever_to_hash_are_refused(tmp_path: Path) -> None:
+    doubled = b")" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60))
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    rewritten(tmp_path / "m.pt", {"data.pkl": b"\x80\x02}" + doubled + b"K\x01s."})
+    with pytest.raises(CorruptionError, match=r"m.pt has a tuple of more than 1000000 objects"):
+        imported(tmp_path / "m.pt", tmp_path / "r")
+    torch.save({"w": torch.ones(2), ("a", (1, 2)): tuple(range(3000))}, tmp_path / "m.pt")
+    imported(tmp_path / "m.pt", tmp_path / "r")
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_checked_or_refused_with_our_error(data: bytes) -> None:
+    for program in (data, b"\x80\x02" + data + b".", pickle.dumps([data, (data, {(1, 2): {3}})], 2)[: len(data)]):
+        with contextlib.suppress(CorruptionError):
+            pickle_tuples.check_tuples(program, "it")
 
 
 @pytest.fixture

@@ -39,6 +39,13 @@ def test_torchtitan_resumes_from_the_repository_as_if_it_had_never_stopped(tmp_p
     assert kept in ([6, 8], [4, 6, 8])  # two, and what came before an asynchronous save that was still on its way
 
 
+def test_a_folder_of_torchtitans_own_manager_is_imported_and_continued_by_ours(tmp_path: Path) -> None:
+    needs("torchtitan", "torchtitan==0.3.0")
+    for lines in launch(2, "tests.support.torchtitan_ranks", str(tmp_path / "dump"), str(tmp_path / "repo"), "import"):
+        assert lines[-1]["continued"] == lines[-1]["saved"]
+        assert lines[-1]["saved"]["step"] == 6
+
+
 def test_megatron_core_saves_with_two_ranks_and_loads_with_two_and_with_one(tmp_path: Path) -> None:
     needs("megatron", "megatron-core==0.16.1")
     folder, repo = str(tmp_path / "iter_0000012"), str(tmp_path / "repo")
