@@ -30,6 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "images and videos in one order, raw planes and files in place, each compared with the plain case",
     ),
     "ranges": ("workloads.ranges:ranges", "bytes and requests for short clips of long videos in place"),
+    "lerobot": (
+        "workloads.lerobot:lerobot",
+        "two cameras, states and actions, compared with LeRobot's reader and Lance",
+    ),
     "resume": ("workloads.resume:resume", "resuming in the middle of an epoch, compared with other loaders"),
     "checkpoint": (
         "workloads.checkpoint:checkpoint",

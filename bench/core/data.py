@@ -61,8 +61,9 @@ def write_video(
     pixel_format: str = "yuv420p",
     options: Mapping[str, str] | None = None,
     container: str | None = None,
+    rate: int = _FPS,
 ) -> None:
-    """Encode pictures, (H, W, 3) uint8, as a video of 25 frames a second.
+    """Encode pictures, (H, W, 3) uint8, as a video.
 
     Args:
         target: A path, or a file object together with `container`.
@@ -71,6 +72,7 @@ def write_video(
         pixel_format: The pixel format to which the pictures are converted.
         options: Options of the encoder.
         container: The name of FFmpeg's muxer. Default: the one for the path's suffix.
+        rate: The frames in a second.
     """
     import av
 
@@ -79,9 +81,9 @@ def write_video(
         stream: Any = None
         for index, picture in enumerate(pictures):
             if stream is None:
-                stream = file.add_stream(codec, rate=_FPS, options=dict(options or {}))
+                stream = file.add_stream(codec, rate=rate, options=dict(options or {}))
                 stream.height, stream.width = picture.shape[:2]
-                stream.pix_fmt, stream.codec_context.time_base = pixel_format, Fraction(1, _FPS)
+                stream.pix_fmt, stream.codec_context.time_base = pixel_format, Fraction(1, rate)
             frame = av.VideoFrame.from_ndarray(picture, format="rgb24")
             frame.pts = index
             file.mux(stream.encode(frame))

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from headrace.dataio.cache.announcements import AnnouncementList, DueTimes, Forecast, Upcoming, dropped_count
+from headrace.dataio.cache.announcements import (
+    AnnouncementList,
+    DueTimes,
+    Forecast,
+    Upcoming,
+    _group_neighbours,
+    dropped_count,
+)
 from headrace.dataio.cache.plan.core import LOOK_AHEAD, CachePlan
 from headrace.dataio.cache.plan.events import ObjectId, Want
 from headrace.dataio.cache.plan.streams import Stream, continued
@@ -82,6 +89,18 @@ def test_a_sample_whose_first_member_was_at_the_end_of_the_list_is_one_read_when
     renewed(announced, [("a", 0, 10), ("a", 20, 10)])
     (want,) = renewed(announced, [("a", 0, 10), ("a", 20, 10), ("a", 40, 10)])
     assert want.ranges == ((0, 10), (20, 10), (40, 10))
+
+
+def test_a_part_of_a_file_is_a_read_of_its_own_whatever_its_size() -> None:
+    sample, part = [("a", 0, 5)], [("a", 10, 0), ("a", 12, 30), ("a", 60, 4), ("a", 90, 0)]
+    other = [("a", 90, 0), ("a", 95, 3), ("a", 99, 0), ("a", 99, 1)]
+    groups = [ranges for _, _, ranges in _group_neighbours([*sample, *part, *other], 20)]
+    assert groups == [
+        ((0, 5),),
+        ((10, 0), (12, 30), (60, 4), (90, 0)),
+        ((90, 0), (95, 3), (99, 0)),
+        ((99, 1),),
+    ]
 
 
 @given(st.data())

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from headrace.dataio.core.errors import CorruptionError, RangeError, TransientError
 from headrace.dataio.shards.sample import Member, Pieces
+from headrace.loaders.decode.mp4_excerpt import Excerpt
+from headrace.loaders.decode.trim import ViewFile
 from headrace.loaders.fetch import partial_file as partial
 from headrace.loaders.fetch.byte_ranges import Runs, merged
 from headrace.loaders.fetch.partial_file import HeadCache, MissingPieceError, PartialFile, SentFile
@@ -187,7 +189,7 @@ def test_the_head_of_a_file_is_read_once_for_all_its_clips() -> None:
     other = opened(some(640), shard, None, heads, ((0, 2), (9, 1)))
     other.prefetch(((0, 2), (6, 1), (9, 1)))
     assert bytes(other[0:128]) == some(640)[0:128]
-    assert shard.reads == [(384, 64), (576, 64)]  # the last piece of the head was fetched and never looked at
+    assert shard.reads == [(384, 64)], "not even the last piece of the head, which the first clip did not look at"
     assert sorted(other.sent_pieces().pieces) == [0, 1, 6, 9]
 
 
@@ -215,3 +217,45 @@ def test_heads_are_held_up_to_a_limit_and_the_least_used_go_first() -> None:
     assert heads.get("a.tar", members[0], 1) is None
     assert heads.uncached("a.tar", members[0], ((0, 3), (7, 1))) == ((1, 2), (7, 1))
     assert heads.uncached("a.tar", members[1], ((0, 3),)) == ((0, 3),)
+
+
+def test_a_decoder_that_asks_for_too_much_gets_what_is_there() -> None:
+    data = some(10 * SIZE)
+    shard = Shard(data)
+    file = opened(data, shard)
+    file.prefetch(((2, 3),))
+    shard.reads.clear()
+    view = ViewFile(file)
+    view.seek(2 * SIZE + 5)
+    assert view.read(1 << 16) == data[2 * SIZE + 5 : 5 * SIZE]
+    assert shard.reads == [], "nothing behind the clip is fetched"
+    assert view.read(7) == data[5 * SIZE : 5 * SIZE + 7], "but what is needed is"
+    assert shard.reads == [(5 * SIZE, SIZE)]
+    view.seek(9 * SIZE)
+    assert view.read(1 << 16) == data[9 * SIZE :]
+    assert view.read(10) == b""
+
+
+def test_an_excerpt_ends_a_read_where_the_pieces_end() -> None:
+    data = some(10 * SIZE)
+    shard = Shard(data)
+    file = opened(data, shard)
+    file.prefetch(((2, 3),))
+    shard.reads.clear()
+    cut = Excerpt(b"head", file, b"tail")
+    view = ViewFile(cut)
+    view.seek(4 + 2 * SIZE)
+    assert view.read(1 << 16) == data[2 * SIZE : 5 * SIZE]
+    view.seek(4 + 9 * SIZE)
+    assert view.read(1 << 16) == data[9 * SIZE :] + b"tail"
+    view.seek(len(cut) - 2)
+    assert view.read(100) == b"il"
+    assert shard.reads == [(9 * SIZE, SIZE)]
+
+
+def test_pieces_of_the_head_that_no_clip_looks_at_are_fetched_once() -> None:
+    data, heads = some(10 * SIZE), HeadCache()
+    shard = Shard(data)
+    for _ in range(2):
+        opened(data, shard, heads=heads, head=((0, 2),)).prefetch(((0, 2), (5, 1)))
+    assert shard.reads == [(0, 2 * SIZE), (5 * SIZE, SIZE), (5 * SIZE, SIZE)]

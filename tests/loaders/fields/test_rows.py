@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.loaders.clip import ClipTimes
-from headrace.loaders.fields import parquet_columns, rows
+from headrace.loaders.fields import arrays, parquet_columns, rows
 from headrace.loaders.fields.base import FieldInput
 from headrace.loaders.fields.registry import field_from
 from headrace.loaders.fields.rows import Rows
@@ -326,7 +326,7 @@ def test_errors_are_of_headrace() -> None:
 @pytest.mark.parametrize("file", ["rows.parquet", "rows.safetensors"])
 def test_two_fields_of_one_file_parse_it_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed, read = list[str](), list[Any]()
-    reader, entries, tensor = rows.ColumnReader, rows.read_entries, rows.read_tensor
+    reader, entries, tensor = parquet_columns.ColumnReader, arrays.read_entries, arrays.read_tensor
 
     class Counted(reader):  # type: ignore[misc, valid-type]
         def __init__(self, data: memoryview, what: str) -> None:

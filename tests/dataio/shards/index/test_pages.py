@@ -246,16 +246,14 @@ def test_an_older_headrace_reads_rows_with_further_videos_as_if_they_had_none() 
 
 
 @pytest.mark.parametrize("length", [limits.MIB, 128 * limits.MIB, 4 * limits.GIB])
-def test_pieces_and_places_take_less_than_a_ten_thousandth_of_a_long_files_bytes(length: int) -> None:
+def test_pieces_and_places_take_less_than_two_ten_thousandths_of_a_long_files_bytes(length: int) -> None:
     """With a key frame every 150 KiB, which is one a second at 1.2 Mbit/s."""
     keys = tuple(KeyFrame(512 * n, 12 * n, 150 * limits.KIB * n + 99) for n in range(length // (150 * limits.KIB)))
     size = piece_size(length)
     assert size is not None
     member = Member("mp4", 512, length, 1, Pieces(size, b"8bytes__" * -(-length // size), ((0, 2),)))
     film = replace(GOOD, members=(member,), video=replace(VIDEO, frames=2**30, key_frames=keys))
-    assert (
-        len(row_codec.encode_row(film)) - len(row_codec.encode_row(pages.without_page_fields(film))) < length / 10_000
-    )
+    assert len(row_codec.encode_row(film)) - len(row_codec.encode_row(pages.without_page_fields(film))) < length / 5_000
 
 
 @pytest.mark.parametrize("fields", ["{", "[1]", '{"a": NaN}', '{"a":' * 100_000])
