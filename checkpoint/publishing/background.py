@@ -8,6 +8,7 @@ raises `DeadlineError`.
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from headrace.checkpoint.format.documents import Base
@@ -88,9 +89,10 @@ class BackgroundPublisher:
     def _publish(self, name: str, step: int | str | Handle, choice: Choice, move: bool) -> Published:
         held, early = self._held.setdefault(name, Held()), None
         if isinstance(step, Handle):
+            until = time.monotonic() + self._timeout
             early = self._compared_early(name, step, choice, held)
             try:
-                wanted: int | str | Base = self._saved(step)
+                wanted: int | str | Base = self._saved(step, until)
             except BaseException:
                 if early is not None:
                     early.discard(self._store)
@@ -114,9 +116,9 @@ class BackgroundPublisher:
             _log.info("step %s is compared after its commit: %s", handle.step, error)
             return None
 
-    def _saved(self, handle: Handle) -> Base:
+    def _saved(self, handle: Handle, until: float) -> Base:
         """Wait for a save. Its error still counts as not fetched, so the checkpointer raises it as well."""
-        if not handle.wait(self._timeout):
+        if not handle.wait(max(until - time.monotonic(), 0)):
             raise DeadlineError(
                 f"step {handle.step} is not committed after {self._timeout:g} s", hint="publish it once it is"
             )
