@@ -17,6 +17,7 @@ Failure behaviour: a candidate that fails is named, and the others continue.
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -70,20 +71,23 @@ def publish(job: Job, part: Part) -> None:
 
 
 def _weights(mib: int) -> dict[str, Any]:
+    """Random weights. Those of one tensor, scaled, are those of the next: random numbers take longer than all else."""
     import torch
 
     torch.manual_seed(0)
     rows = mib * MIB // TENSORS // 2 // 1024
-    return {f"layer_{n}": (torch.randn(rows, 1024) * 0.02).bfloat16() for n in range(TENSORS)}
+    drawn = torch.randn(rows, 1024) * 0.02
+    return {f"layer_{n}": (drawn * (1 + n / TENSORS)).bfloat16() for n in range(TENSORS)}
 
 
 def _change(weights: dict[str, Any], share: float) -> None:
-    """Change a share of the elements by one or two units in the last place."""
+    """Change a share of the elements by one or two units in the last place. Few are drawn twice, and change once."""
     import torch
 
     for tensor in weights.values():
-        bits = tensor.view(torch.int16)
-        bits += ((torch.rand(bits.shape) < share) * torch.randint(1, 3, bits.shape)).to(torch.int16)
+        bits = tensor.view(torch.int16).view(-1)
+        chosen = torch.randint(len(bits), (int(len(bits) * -math.log1p(-share)),))
+        bits[chosen] += torch.randint(1, 3, chosen.shape, dtype=torch.int16)
 
 
 def measure(name: str, folder: str, mib: int, changed: float) -> dict[str, float]:

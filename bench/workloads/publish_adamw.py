@@ -83,7 +83,8 @@ def _train(model: Any, optimizer: Any, text: Any) -> None:
     hidden = model["embedding"](inputs) + model["positions"].weight
     output = model["head"](model["layers"](hidden, mask=mask, is_causal=True))
     optimizer.zero_grad()
-    torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten()).backward()
+    loss: Any = torch.nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
+    loss.backward()
     optimizer.step()
 
 

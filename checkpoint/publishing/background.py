@@ -9,6 +9,7 @@ raises `DeadlineError`.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -112,9 +113,10 @@ class BackgroundPublisher:
     def _publish(self, name: str, step: int | str | Handle, choice: Choice, move: bool) -> Published:
         held, early = self._held.setdefault(name, Held()), None
         if isinstance(step, Handle):
+            until = time.monotonic() + self._timeout
             early = self._compared_early(name, step, choice, held)
             try:
-                wanted: int | str | Base = self._saved(step)
+                wanted: int | str | Base = self._saved(step, until)
             except BaseException:
                 if early is not None:
                     early.discard(self._store)
@@ -138,9 +140,9 @@ class BackgroundPublisher:
             _log.info("step %s is compared after its commit: %s", handle.step, error)
             return None
 
-    def _saved(self, handle: Handle) -> Base:
+    def _saved(self, handle: Handle, until: float) -> Base:
         """Wait for a save. Its error still counts as not fetched, so the checkpointer raises it as well."""
-        if not handle.wait(self._timeout):
+        if not handle.wait(max(until - time.monotonic(), 0)):
             raise DeadlineError(
                 f"step {handle.step} is not committed after {self._timeout:g} s", hint="publish it once it is"
             )

@@ -144,13 +144,13 @@ def test_another_publisher_between_comparison_and_commit(trainer: Trainer, monke
     with other.checkpointer, Subscriber(trainer.url, "policy") as subscriber:
         subscriber.wait(10).apply(held)
 
-        def between(publisher: background.BackgroundPublisher, handle: Any) -> Any:
+        def between(publisher: background.BackgroundPublisher, handle: Any, until: float) -> Any:
             monkeypatch.undo()
             other.train()
             moved = other.checkpointer.publish("policy", other.save(), move=True)
             assert moved is not None
             assert moved.result(60).number == 2
-            return saved(publisher, handle)
+            return saved(publisher, handle, until)
 
         monkeypatch.setattr(background.BackgroundPublisher, "_saved", between)
         trainer.train()
