@@ -7,8 +7,8 @@ Promises that `PublishingHistory.run` checks:
 
 - A subscriber's tensors hold exactly one version, also after an error of `apply` (except of the first one).
 - The versions that a subscriber sees have ascending numbers.
-- A version whose publication was reported exists, or a newer one does. The newest version can be read at the end, although
-  a collector removed what the policy does not keep.
+- A version whose publication was reported exists, or a newer one does, or the name was withdrawn after it. The newest
+  version can be read at the end, although a collector removed what the policy does not keep.
 - Every wait ends.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, Repo, encode
-from headrace.checkpoint.publishing import publisher, records, source
+from headrace.checkpoint.publishing import publisher, records, source, withdrawal
 from headrace.checkpoint.publishing.source import Choice
 from headrace.checkpoint.publishing.subscriber import Subscriber
 from headrace.checkpoint.repository import collect, fetch, inventory, lease
@@ -62,6 +62,7 @@ class PublishingJournal:
     killed: int = 0
     paused: int = 0
     removed: int = 0
+    withdrawn: int = 0
 
 
 class PublishingHistory:
@@ -99,6 +100,7 @@ class PublishingHistory:
     def _story(self) -> None:
         for name, work, count in (
             ("collector", self._collector, self.draw.choice((0, 1))),
+            ("withdrawer", self._withdrawer, self.draw.choice((0, 0, 1))),
             ("publisher", self._publisher, self.draw.choice((1, 1, 2))),
             ("subscriber", self._subscriber, self.draw.choice((1, 2))),
         ):
@@ -153,6 +155,15 @@ class PublishingHistory:
                 continue
             self.journal.removed += len(done.tombstones) if done else 0
 
+    def _withdrawer(self) -> None:
+        while not self.over:
+            self.simulation.sleep(self.draw.uniform(0, 60))
+            try:
+                withdrawal.withdraw(self.store, NAME, clock=self.clock)
+            except HeadraceError:
+                continue
+            self.journal.withdrawn += 1
+
     def _subscriber(self) -> None:
         held: dict[str, torch.Tensor] = {
             "frozen": torch.zeros(5000, dtype=torch.uint8),
@@ -206,12 +217,12 @@ class PublishingHistory:
         self.simulation.sleep(plans.RECORD_SECONDS + 3600)
         collect.collect(self.store, (), self.clock)
         collect.retain(self.store, RUN, Keep(last=1, tags=()), self.clock)
-        newest = records.find(self.store, NAME)
-        if newest is None or newest.number < max(self.journal.published, default=0):
-            if self.journal.published:
-                raise BrokenPromiseError(
-                    f"version {max(self.journal.published)} was published, and the newest is {newest}"
-                )
+        newest, number = records.find(self.store, NAME), records.newest_number(self.store, NAME) or 0
+        if number < max(self.journal.published, default=0):
+            raise BrokenPromiseError(
+                f"version {max(self.journal.published)} was published, and the newest record is {number}"
+            )
+        if newest is None:  # there is no record, or the newest one withdraws the name
             return
         wanted = self.journal.contents[newest.attempt]
         held = {name: torch.zeros(len(data), dtype=torch.uint8) for name, data in wanted.items()}
