@@ -26,7 +26,6 @@ from headrace.checkpoint.publishing import publisher, records, source, withdrawa
 from headrace.checkpoint.publishing.source import Choice
 from headrace.checkpoint.publishing.subscriber import Subscriber
 from headrace.checkpoint.repository import collect, fetch, inventory, lease
-from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError
@@ -63,6 +62,7 @@ class PublishingJournal:
     paused: int = 0
     removed: int = 0
     withdrawn: int = 0
+    left_records: int = 0
 
 
 class PublishingHistory:
@@ -212,9 +212,10 @@ class PublishingHistory:
     def _judge(self) -> None:
         """After all late requests were applied, the newest version is at least the newest reported, and can be read.
 
-        The record of a dead collector makes its steps unreadable for up to a day (note 0012), also those of versions.
+        Records of dead collectors may still name its step.
         """
-        self.simulation.sleep(plans.RECORD_SECONDS + 3600)
+        self.simulation.sleep(3600)
+        self.journal.left_records = len(list(self.store.list(names.GC)))
         collect.collect(self.store, (), self.clock)
         collect.retain(self.store, RUN, Keep(last=1, tags=()), self.clock)
         newest, number = records.find(self.store, NAME), records.newest_number(self.store, NAME) or 0
