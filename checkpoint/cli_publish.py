@@ -1,5 +1,6 @@
-"""`headrace ckpt publish` and `headrace ckpt published`: publish the weights of a step, and list what is published.
+"""`headrace ckpt publish`, `published` and `unpublish`: publish the weights of a step, list the names, withdraw a name.
 
+`unpublish` prints a plan and changes nothing without `--apply`.
 Failure behaviour: the exit code is that of the error.
 """
 
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from headrace.dataio.core.cli import apply_option
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import format_bytes
 from headrace.dataio.store.base import Store
@@ -28,8 +30,11 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     """Add the sub-commands. `common` adds the arguments that all of them have."""
     listing = actions.add_parser("published", help="list the published names and their versions")
     publishing = actions.add_parser("publish", help="publish the weights of a step as the next version of a name")
-    for parser in (listing, publishing):
+    withdrawing = actions.add_parser("unpublish", help="withdraw a name: prints a plan; --apply executes it")
+    for parser in (listing, publishing, withdrawing):
         common(parser)
+    withdrawing.add_argument("name", metavar="NAME", help="a published name; `headrace ckpt published URL` lists them")
+    apply_option("withdraw it")(withdrawing)
     publishing.add_argument("name", metavar="NAME", help="letters, digits, '.', '-' and '_'")
     publishing.add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
     publishing.add_argument(
@@ -87,4 +92,26 @@ def _line(record: Published) -> str:
     )
 
 
-COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {"publish": _publish, "published": _published}
+def _unpublish(store: Store, options: argparse.Namespace) -> int:
+    from headrace.checkpoint.publishing import withdrawal
+
+    done = (withdrawal.withdraw if options.apply else withdrawal.plan)(store, options.name)
+    if options.json:
+        fields = {"name": done.name, "number": done.number, "version": done.version, "tags": done.tags}
+        sizes = {"objects": len(done.objects), "bytes": done.bytes, "applied": options.apply}
+        print(json.dumps(msgspec.to_builtins(fields | sizes), indent=1))
+        return 0
+    if done.version is not None:
+        print(_line(done.version))
+    verb = "deleted" if options.apply else "to delete"
+    print(f"{verb}: {len(done.objects)} objects with {format_bytes(done.bytes)}, {len(done.tags)} tags of steps")
+    if not options.apply:
+        print("nothing was changed; --apply executes the plan")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Store, argparse.Namespace], int]] = {
+    "publish": _publish,
+    "published": _published,
+    "unpublish": _unpublish,
+}

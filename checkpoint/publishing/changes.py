@@ -245,7 +245,8 @@ def from_step(
     """
     prepared = PreparedChanges(at_once=at_once)
     with ExitStack() as stack:
-        step = SavedStep(store, stack.enter_context(chunk_reader.LeasedStep(store, record.run, record.base, clock)), 0)
+        leased = chunk_reader.LeasedStep(store, record.run, record.base, clock, published_by=record.tag)
+        step = SavedStep(store, stack.enter_context(leased), 0)
         choice = Choice(record.include, record.exclude, record.dtype)
         tensors = {tensor.name: tensor for tensor in published_tensors(step, choice)[1]}
         for name, target in targets.items():

@@ -147,7 +147,9 @@ def _newest(store: Store, name: str) -> tuple[Published | None, int]:
         number = records.newest_number(store, name) or 0
         _log.warning("the newest version of %s cannot be read, so the next version has no update: %s", name, error)
         return None, number + 1
-    return before, before.number + 1 if before else 1
+    if before is not None:
+        return before, before.number + 1
+    return None, (records.newest_number(store, name) or 0) + 1  # after a withdrawal, numbers go on
 
 
 @contextmanager

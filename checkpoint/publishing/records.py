@@ -10,8 +10,10 @@ Invariants:
   its publisher saw. So a name moves from one version to the next, and late requests move it nowhere.
 - No two versions share an object, and no key is written again after it was deleted. So a late deletion harms no version.
 
-Failure behaviour: `NotFoundError` for a name without a version. `UsageError` for an invalid name. `CorruptionError` for a
-record whose values cannot be true.
+- A name is withdrawn by a record without a version (`withdrawal`). Numbers go on after it.
+
+Failure behaviour: `NotFoundError` for a name without a version, or a withdrawn one. `UsageError` for an invalid name.
+`CorruptionError` for a record whose values cannot be true.
 """
 
 from __future__ import annotations
@@ -71,9 +73,10 @@ class Published(Document, frozen=True, kw_only=True):
     * `bytes`: bytes of all published tensors.
     * `weights`: the table of the tensors. `update`: the differences from version `parent`; None if there are none.
     * `parent_weights`: the digest of the parent's table; "" without an update.
+    * `withdrawn`: the record has no version. It ends the name until the next one. Such a record has version 2 and no run.
     """
 
-    newest: ClassVar[int] = 1
+    newest: ClassVar[int] = 2
     name: str
     number: int
     run: str
@@ -92,6 +95,7 @@ class Published(Document, frozen=True, kw_only=True):
     parent_weights: str
     created: float
     process: ProcessName
+    withdrawn: bool = False
 
     @property
     def base(self) -> Base:
@@ -100,6 +104,10 @@ class Published(Document, frozen=True, kw_only=True):
     def key_of(self, stored: Stored) -> str:
         """The key of an object of this version in the repository."""
         return f"{folder(self.name)}{stored.key}"
+
+
+class WithdrawnError(NotFoundError):
+    """The newest record withdraws the name."""
 
 
 def is_float(dtype: str) -> bool:
@@ -173,13 +181,18 @@ def newest_number(store: Store, name: str) -> int | None:
 
 
 def find(store: Store, name: str, known: int | None = None) -> Published | None:
-    """The newest version of a name. None if it has none, or if it is version `known`, which is not read again."""
+    """The newest version of a name. None if it has none, or if it is version `known`, which is not read again.
+
+    A name that was withdrawn has none.
+    """
     for _ in range(_LOOKS):
         number = newest_number(store, name)
         if number is None or number == known:
             return None
         try:
             return read_record(store, name, number)
+        except WithdrawnError:
+            return None
         except NotFoundError:  # the publisher of a newer version deleted it
             continue
     raise TransientError(f"other processes keep publishing {name}", hint="try again")
@@ -189,16 +202,24 @@ def require(store: Store, name: str) -> Published:
     """The newest version of a name; `NotFoundError` if it has none."""
     record = find(store, name)
     if record is None:
-        known = ", ".join(list(published_names(store))[:8]) or "there are none"
-        raise NotFoundError(f"nothing was published as {name}", hint=f"published names: {known}")
+        raise nothing_published(store, name)
     return record
 
 
+def nothing_published(store: Store, name: str) -> NotFoundError:
+    """The error for a name without a version. It lists other names."""
+    known = ", ".join(list(published_names(store))[:8]) or "there are none"
+    return NotFoundError(f"nothing was published as {name}", hint=f"published names: {known}")
+
+
 def read_record(store: Store, name: str, number: int) -> Published:
-    """The record of one version."""
+    """The record of one version; `WithdrawnError` if it withdraws the name."""
     key = key_of(name, number)
     record = read(store, key, Published)
-    if (record.name, record.number) != (name, number) or not _is_valid(record):
+    is_own = (record.name, record.number) == (name, number)
+    if is_own and record.withdrawn:
+        raise WithdrawnError(f"{name} was withdrawn", hint="publish a version, or follow another name")
+    if not is_own or not _is_valid(record):
         raise CorruptionError(f"{key} contradicts its own key, or has impossible values", hint="publish again")
     return record
 

@@ -26,6 +26,7 @@ from headrace.checkpoint.format.documents import Best, Commit, Decision, Policy,
 from headrace.checkpoint.format.metadata import Value, number_of
 from headrace.checkpoint.repository.inventory import Inventory, SeenAttempt, SeenLease
 from headrace.checkpoint.repository.pack_users import PackUsers
+from headrace.checkpoint.repository.tag_records import OF_PUBLISHED
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.store.base import ObjectInfo
@@ -118,10 +119,6 @@ def best_steps(
         numbers = [(-value if order == "max" else value, step) for value, step in values if value is not None]
         kept |= {step for _, step in heapq.nsmallest(count, numbers, key=operator.itemgetter(0))}  # it is stable
     return kept
-
-
-OF_PUBLISHED = "published.*"
-"""Tags of published versions (`headrace.checkpoint.publishing`), whose steps every policy keeps."""
 
 
 def steps_to_delete(

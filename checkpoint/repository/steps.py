@@ -366,12 +366,17 @@ def step_of_attempt(store: Store, run: str, attempt: str) -> StepName | None:
     return None
 
 
-def require_exists(store: Store, run: str, base: Base) -> None:
+def require_exists(store: Store, run: str, base: Base, *, published_by: str = "") -> None:
     """Raise `NotFoundError` if the step is removed or being removed.
 
-    The caller must have written its lease before the call.
+    The caller must have written its lease before the call. With `published_by`, the tag of a published version, a step
+    that only policies would remove is accepted while the tag is there. A collector that works now spares it, unless the
+    tag is deleted meanwhile. So the caller must verify what it reads, and nothing may depend on the step.
     """
-    pending = (run, base.timeline, base.step) in pending_deletes(store)
+    at = (run, base.timeline, base.step)
+    pending = at in pending_deletes(store)
+    if pending and tag_records.keeps_published(store, published_by, run, base):
+        pending = at in pending_deletes(store, but_policies=True)
     if pending or is_removed(store, run, base):
         raise removed(run, base.step)
 
@@ -402,10 +407,12 @@ def removed(run: str, step: int) -> NotFoundError:
     return NotFoundError(f"step {step} of run {run} is being removed by retention", hint="restore a later step")
 
 
-def pending_deletes(store: Store) -> set[tuple[str, int, int]]:
-    """(run, timeline, step) of the steps that collectors are about to remove."""
+def pending_deletes(store: Store, *, but_policies: bool = False) -> set[tuple[str, int, int]]:
+    """(run, timeline, step) of the steps that collectors are about to remove. `but_policies`: not because of a policy."""
     steps: set[tuple[str, int, int]] = set()
     for info in store.list(names.GC):
         with suppress(NotFoundError):  # a collector deletes its record when it has finished
-            steps |= {(s.run, s.timeline, s.step) for s in read(store, info.key, PendingDelete).steps}
+            record = read(store, info.key, PendingDelete)
+            if record.policy is None or not but_policies:
+                steps |= {(s.run, s.timeline, s.step) for s in record.steps}
     return steps

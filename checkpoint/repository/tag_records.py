@@ -12,6 +12,7 @@ another run.
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,12 +25,14 @@ from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, Document, ProcessName, read
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt
-from headrace.dataio.core.errors import NotFoundError, TransientError, UsageError
+from headrace.dataio.core.errors import CorruptionError, NotFoundError, TransientError, UnsupportedError, UsageError
 from headrace.dataio.store.base import ObjectInfo, Store
 
 TAGS = "tags/"
 PREFIX = "tag:"
 """Prefix of a tag's name where a step is given, as in `--step tag:best` of the command line."""
+OF_PUBLISHED = "published.*"
+"""Tags of published versions (`headrace.checkpoint.publishing`), whose steps every policy keeps."""
 MAX_NUMBER = 10**9
 """Numbers of records are smaller than this."""
 _KEY = re.compile(r"tags/(?:_([^/]+)\.(\d{9})|([^_/][^/]*))\.json")
@@ -124,6 +127,17 @@ def all_tags(store: Store) -> Iterator[Tag]:
     """Every tag, by name."""
     for records in current_records(store).values():
         yield records[0]
+
+
+def keeps_published(store: Store, name: str, run: str, base: Base) -> bool:
+    """Whether `name` is the tag of a published version that names this step. Such a tag is written once, and not moved."""
+    if not fnmatch.fnmatchcase(name, OF_PUBLISHED) or not names.is_run(name):
+        return False
+    try:
+        tag = read(store, key_of(name), Tag)
+    except (NotFoundError, CorruptionError, UnsupportedError):
+        return False
+    return (tag.name, tag.run, tag.base) == (name, run, base) and not tag.removed
 
 
 def step_of(store: Store, run: str, name: str) -> Base:

@@ -165,11 +165,22 @@ class StepLease(contextlib.AbstractContextManager[None]):
     """A context manager that holds a lease on a step, and looks the step up after the lease is written.
 
     If the object is garbage-collected, the lease is released too. `writes`: False if another rank of the job holds the
-    lease. An error of the block is replaced if its reason is that retention has removed the step.
+    lease. `published_by`: see `repository.require_exists`. An error of the block is replaced if its reason is that
+    retention has removed the step.
     """
 
-    def __init__(self, store: Store, run: str, base: Base, clock: Clock = SYSTEM_CLOCK, *, writes: bool = True) -> None:
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        base: Base,
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        writes: bool = True,
+        published_by: str = "",
+    ) -> None:
         self._store, self._run, self._base, self._clock, self._writes = store, run, base, clock, writes
+        self._published_by = published_by
         self._stack = contextlib.ExitStack()
         self._close = Finalizer(self, self._stack.close)
 
@@ -178,7 +189,7 @@ class StepLease(contextlib.AbstractContextManager[None]):
             return
         try:
             self._lease()
-            repository.require_exists(self._store, self._run, self._base)
+            repository.require_exists(self._store, self._run, self._base, published_by=self._published_by)
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -211,12 +222,17 @@ class StepLease(contextlib.AbstractContextManager[None]):
 
 
 class LeasedStep(contextlib.AbstractContextManager[Step]):
-    """A context manager that opens a step, with all its manifests, and holds a lease on it."""
+    """A context manager that opens a step, with all its manifests, and holds a lease on it.
 
-    def __init__(self, store: Store, run: str, base: Base, clock: Clock = SYSTEM_CLOCK) -> None:
+    `published_by`: see `repository.require_exists`.
+    """
+
+    def __init__(
+        self, store: Store, run: str, base: Base, clock: Clock = SYSTEM_CLOCK, *, published_by: str = ""
+    ) -> None:
         self._store, self._run, self._base = store, run, base
         self._stack = contextlib.ExitStack()
-        self._lease = StepLease(store, run, base, clock)
+        self._lease = StepLease(store, run, base, clock, published_by=published_by)
 
     def __enter__(self) -> Step:
         with contextlib.ExitStack() as stack:

@@ -60,6 +60,7 @@ def test_every_command_of_ckpt_is_measured() -> None:
         "import",
         "copy",
         "publish",
+        "unpublish",
         "state",
     }  # their cost is that of the state, not of the steps
     assert commands == {"ls", "check", *cli.COMMANDS} - moves_tensors

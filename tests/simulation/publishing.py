@@ -7,8 +7,8 @@ Promises that `PublishingHistory.run` checks:
 
 - A subscriber's tensors hold exactly one version, also after an error of `apply` (except of the first one).
 - The versions that a subscriber sees have ascending numbers.
-- A version whose publication was reported exists, or a newer one does. The newest version can be read at the end, although
-  a collector removed what the policy does not keep.
+- A version whose publication was reported exists, or a newer one does, or the name was withdrawn after it. The newest
+  version can be read at the end, although a collector removed what the policy does not keep.
 - Every wait ends.
 """
 
@@ -22,11 +22,10 @@ import torch
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, Repo, encode
-from headrace.checkpoint.publishing import changes, comparison, publisher, records, source
+from headrace.checkpoint.publishing import changes, comparison, publisher, records, source, withdrawal
 from headrace.checkpoint.publishing.source import Choice
 from headrace.checkpoint.publishing.subscriber import Subscriber
 from headrace.checkpoint.repository import collect, fetch, inventory, lease
-from headrace.checkpoint.repository import retention as plans
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.retention import Keep
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError
@@ -62,6 +61,8 @@ class PublishingJournal:
     killed: int = 0
     paused: int = 0
     removed: int = 0
+    withdrawn: int = 0
+    left_records: int = 0
 
 
 class PublishingHistory:
@@ -99,6 +100,7 @@ class PublishingHistory:
     def _story(self) -> None:
         for name, work, count in (
             ("collector", self._collector, self.draw.choice((0, 1))),
+            ("withdrawer", self._withdrawer, self.draw.choice((0, 0, 1))),
             ("publisher", self._publisher, self.draw.choice((1, 1, 2))),
             ("subscriber", self._subscriber, self.draw.choice((1, 2))),
         ):
@@ -153,6 +155,15 @@ class PublishingHistory:
                 continue
             self.journal.removed += len(done.tombstones) if done else 0
 
+    def _withdrawer(self) -> None:
+        while not self.over:
+            self.simulation.sleep(self.draw.uniform(0, 60))
+            try:
+                withdrawal.withdraw(self.store, NAME, clock=self.clock)
+            except HeadraceError:
+                continue
+            self.journal.withdrawn += 1
+
     def _subscriber(self) -> None:
         held: dict[str, torch.Tensor] = {
             "frozen": torch.zeros(5000, dtype=torch.uint8),
@@ -201,17 +212,18 @@ class PublishingHistory:
     def _judge(self) -> None:
         """After all late requests were applied, the newest version is at least the newest reported, and can be read.
 
-        The record of a dead collector makes its steps unreadable for up to a day (note 0012), also those of versions.
+        Records of dead collectors may still name its step.
         """
-        self.simulation.sleep(plans.RECORD_SECONDS + 3600)
+        self.simulation.sleep(3600)
+        self.journal.left_records = len(list(self.store.list(names.GC)))
         collect.collect(self.store, (), self.clock)
         collect.retain(self.store, RUN, Keep(last=1, tags=()), self.clock)
-        newest = records.find(self.store, NAME)
-        if newest is None or newest.number < max(self.journal.published, default=0):
-            if self.journal.published:
-                raise BrokenPromiseError(
-                    f"version {max(self.journal.published)} was published, and the newest is {newest}"
-                )
+        newest, number = records.find(self.store, NAME), records.newest_number(self.store, NAME) or 0
+        if number < max(self.journal.published, default=0):
+            raise BrokenPromiseError(
+                f"version {max(self.journal.published)} was published, and the newest record is {number}"
+            )
+        if newest is None:  # there is no record, or the newest one withdraws the name
             return
         wanted = self.journal.contents[newest.attempt]
         held = {name: torch.zeros(len(data), dtype=torch.uint8) for name, data in wanted.items()}
