@@ -5,7 +5,8 @@ its bytes are what removing the step would free, apart from packs that stay beca
 part of a tensor's name, such as "model" or "optimizer". If one chunk holds tensors of several groups, each group counts
 its share.
 Cost: all manifests are read once, a few at a time. Memory: `BYTES_PER_CHUNK` bytes for each distinct chunk (1 TB in
-chunks of 4 MiB: 10 MB; twice that with groups), the chunks of one step, and a few manifests.
+chunks of 4 MiB: 10 MB; twice that with groups), the chunks of the steps that are read at the same time, and a few
+manifests of each.
 Chunks are told apart by 64 bits of their digests. So among a
 billion chunks, two are confused with a probability of 3 %.
 Failure behaviour: `NotFoundError` if there is no repository or no such run. Damaged steps are left out; `survey` reports
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ import numpy.typing as npt
 
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import fetch
+from headrace.checkpoint.repository.inventory import many
 from headrace.checkpoint.repository.survey import StepLine, survey
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.errors import CorruptionError, NotFoundError, UnsupportedError
@@ -33,6 +35,8 @@ from headrace.dataio.store.base import Store
 BYTES_PER_CHUNK = 40
 """A key, an owner and a size, of which an addition makes a second copy."""
 OTHER_GROUP = "(other)"
+MANIFESTS_AT_ONCE = 64
+"""Steps are read at the same time if they have at most this many manifests together."""
 MOST_GROUPS = 1000
 """The maximum number of groups. The tensors of the others are counted as `OTHER_GROUP`."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -103,9 +107,8 @@ def step_usage(
 def usage_of(store: Store, lines: Iterable[StepLine], *, by_group: bool = False) -> list[StepUsage]:
     """As `step_usage`, of these steps. A chunk that only steps outside of `lines` share counts as unique."""
     counts, found = _Owners(), list[tuple[StepUsage, int, dict[str, int]]]()
-    for line in lines:
-        with suppress(CorruptionError, NotFoundError, UnsupportedError):
-            found.append(_count(store, line, by_group, counts))
+    for step in _read_steps(store, list(lines), by_group):
+        found.append((step.usage, *_count(step, counts)))
     for usage, number, groups in found:
         usage.stored, usage.unique = counts.of(number)
         for group in usage.groups:
@@ -113,25 +116,51 @@ def usage_of(store: Store, lines: Iterable[StepLine], *, by_group: bool = False)
     return [usage for usage, _, _ in found]
 
 
-def _count(store: Store, line: StepLine, by_group: bool, counts: _Owners) -> tuple[StepUsage, int, dict[str, int]]:
+@dataclass(slots=True)
+class _StepItems:
+    """What was read of one step: its chunks, and those of each group."""
+
+    usage: StepUsage
+    chunks: _Items
+    groups: dict[str, list[_Items]]
+
+
+def _read_steps(store: Store, lines: list[StepLine], by_group: bool) -> Iterator[_StepItems]:
+    """Read the steps in order. Steps of few ranks are read several at a time."""
+    at = 0
+    while at < len(lines):
+        several = max(MANIFESTS_AT_ONCE // max(lines[at].world_size, 1), 1)
+        yield from many(partial(_read_step, store, by_group), lines[at : at + several])
+        at += several
+
+
+def _read_step(store: Store, by_group: bool, line: StepLine) -> _StepItems | None:
+    """Read the manifests of a step; None if it is damaged or was removed."""
     usage = StepUsage(line.run, line.timeline, line.step, line.current, line.bytes_state)
-    sealed = fetch.sealed(store, line.run, line.base)
-    digests = fetch.digests_of(store, sealed, range(sealed.attempt.world_size))
     chunks, groups = list[_Items](), defaultdict[str, list[_Items]](list)
     states: dict[str, int] = defaultdict(int)
-    for manifest in fetch.read_manifests(store, sealed, digests):
-        chunks.append(_all_chunks(manifest))
-        for group, state, items in _by_group(manifest, states) if by_group else ():
-            states[group] += state
-            groups[group].append(items)
-    number = counts.add(_distinct(chunks))
+    try:
+        sealed = fetch.sealed(store, line.run, line.base)
+        digests = fetch.digests_of(store, sealed, range(sealed.attempt.world_size))
+        for manifest in fetch.read_manifests(store, sealed, digests):
+            chunks.append(_all_chunks(manifest))
+            for group, state, items in _by_group(manifest, states) if by_group else ():
+                states[group] += state
+                groups[group].append(items)
+    except (CorruptionError, NotFoundError, UnsupportedError):
+        return None
     usage.groups = [GroupUsage(group, states[group]) for group in sorted(groups)]
-    salts = {group: counts.salt(group) for group in groups}
-    numbers = {
+    return _StepItems(usage, _distinct(chunks), groups)
+
+
+def _count(step: _StepItems, counts: _Owners) -> tuple[int, dict[str, int]]:
+    """Add the step's chunks to `counts`. Returns the number of its row, and of each group's row."""
+    number = counts.add(step.chunks)
+    salts = {group: counts.salt(group) for group in step.groups}
+    return number, {
         group: counts.add(_distinct(_Items(each.keys ^ salts[group], each.sizes) for each in items))
-        for group, items in groups.items()
+        for group, items in step.groups.items()
     }
-    return usage, number, numbers
 
 
 def _all_chunks(manifest: Manifest) -> _Items:
