@@ -163,7 +163,21 @@ GDS = GPU | {"proc/driver/nvidia-fs/version": ""}
         (software.gds, Fake(), "ok", "no NVIDIA GPU"),
         (software.gds, Fake(files=GPU), "note", "nvidia-fs and libcufile"),
         (software.gds, Fake(files=GDS, libraries=frozenset({"libcufile.so.0"})), "ok", ""),
-        (software.daemon, Fake(), "note", "no daemon answers"),
+        (
+            software.daemon_settings,
+            Fake(environ={"HEADRACE_SIDECAR_CLIENTS": "9"}),
+            "ok",
+            "1 variable HEADRACE_SIDECAR_*",
+        ),
+        (
+            software.daemon_settings,
+            Fake(environ={"HEADRACE_SIDECAR_CLIENTS": "x"}),
+            "error",
+            "HEADRACE_SIDECAR_CLIENTS",
+        ),
+        (software.daemon_settings, Fake(environ={"HEADRACE_SIDECAR_CLIENT": "9"}), "error", "is not a setting"),
+        (software.daemon_settings, Fake(environ={"HEADRACE_SIDECAR_CONFIG": "/none"}), "error", "cannot be read"),
+        (software.daemon, Fake(environ={}), "note", "no daemon answers"),
         (
             software.daemon,
             Fake(environ={"HEADRACE_SIDECAR": "/run/headrace/sidecar.sock"}),
