@@ -87,6 +87,11 @@ def only(check: Any, machine: Machine) -> Finding:
 
 GROUP = {"proc/self/cgroup": "0::/slice/job\n"}
 MEMORY = {"proc/meminfo": MEMINFO, **GROUP}
+VERSION_1 = {
+    "proc/meminfo": MEMINFO,
+    "proc/self/cgroup": "5:cpu,memory:/slurm/job\n",
+    "sys/fs/cgroup/memory/slurm/job/memory.limit_in_bytes": "1073741824\n",
+}
 GPU = {"dev/nvidiactl": ""}
 GDS = GPU | {"proc/driver/nvidia-fs/version": ""}
 
@@ -104,6 +109,7 @@ GDS = GPU | {"proc/driver/nvidia-fs/version": ""}
         (node.memory, Fake(files={**MEMORY, "sys/fs/cgroup/slice/memory.max": "max\n"}), "ok", "62.5 GiB"),
         (node.memory, Fake(files={"proc/meminfo": "MemTotal: many\n"}), "unknown", ""),
         (node.memory, Fake(), "unknown", ""),
+        (node.memory, Fake(files=VERSION_1), "warning", "limit is 1.0 GiB"),
         (node.processors, Fake(), "ok", "64"),
         (
             node.processors,
