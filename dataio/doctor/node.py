@@ -37,9 +37,7 @@ def memory(machine: Machine) -> Finding:
         return Finding("memory", "unknown", "/proc/meminfo does not tell it")
     total, available = total * KIB, available * KIB
     message = f"{format_bytes(total)}, of which {format_bytes(available)} are available"
-    limits = [
-        found for found in (machine.number(f"{group}/memory.max") for group in _groups(machine)) if found is not None
-    ]
+    limits = [*_memory_limits(machine)]
     if limits and min(limits) < total:
         message += f"; the control group's limit is {format_bytes(min(limits))}"
         available = min(available, min(limits))
@@ -47,6 +45,19 @@ def memory(machine: Machine) -> Finding:
         advice = "raise the limit of the container or unit, or stop other programs: the daemon and a loader need 2 GiB"
         return Finding("memory", "warning", message, advice)
     return Finding("memory", "ok", message)
+
+
+def _memory_limits(machine: Machine) -> Iterator[int]:
+    """The limits of this process's control groups, of version 2 and of version 1."""
+    files = [f"{group}/memory.max" for group in _groups(machine)]
+    for line in (machine.text("proc/self/cgroup") or "").splitlines():
+        _, _, rest = line.partition(":")
+        kinds, _, name = rest.partition(":")
+        if "memory" in kinds.split(",") and ".." not in name.split("/"):
+            files += [f"sys/fs/cgroup/memory/{name.strip('/')}/memory.limit_in_bytes"]
+    for file in files[: 2 * _CGROUP_DEPTH]:
+        if (found := machine.number(file)) is not None:
+            yield found
 
 
 def processors(machine: Machine) -> Finding:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.core.errors import HeadraceError
+from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.doctor.findings import Finding, Severity
 from headrace.dataio.doctor.machine import Machine, release
+from headrace.dataio.sidecar import settings
 
 PYTHON = ("3.11", "3.13")
 """The lowest Python, and the highest that was tried."""
@@ -144,6 +146,19 @@ def gds(machine: Machine) -> Finding:
     return Finding("GPUDirect Storage", "note", f"not available: {missing} is missing", "only needed for gds=True")
 
 
+def daemon_settings(machine: Machine) -> Finding:
+    """Whether the variables of the daemon, and the file that they name, are valid."""
+    name = "settings of the daemon"
+    given = sum(variable.startswith(settings.PREFIX) for variable in machine.environ)
+    try:
+        config = settings.read({}, machine.environ).config
+        if config.tier is not None:
+            config.tier.check()
+    except HeadraceError as error:
+        return Finding(name, "error", error.message, error.hint or "see headrace sidecar run --help")
+    return Finding(name, "ok", f"{counted(given, 'variable')} {settings.PREFIX}*")
+
+
 def daemon(machine: Machine) -> Iterable[Finding]:
     """Whether the node's daemon answers, its version, and the problems that it reports."""
     socket = machine.socket()
@@ -196,6 +211,7 @@ CHECKS: tuple[tuple[str, Callable[[Machine], Finding | Iterable[Finding]]], ...]
     ("packages", packages),
     ("GPU", gpu),
     ("GPUDirect Storage", gds),
+    ("settings of the daemon", daemon_settings),
     ("daemon", daemon),
 )
 """Name → check, in the order of the report."""

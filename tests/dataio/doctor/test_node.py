@@ -87,6 +87,11 @@ def only(check: Any, machine: Machine) -> Finding:
 
 GROUP = {"proc/self/cgroup": "0::/slice/job\n"}
 MEMORY = {"proc/meminfo": MEMINFO, **GROUP}
+VERSION_1 = {
+    "proc/meminfo": MEMINFO,
+    "proc/self/cgroup": "5:cpu,memory:/slurm/job\n",
+    "sys/fs/cgroup/memory/slurm/job/memory.limit_in_bytes": "1073741824\n",
+}
 GPU = {"dev/nvidiactl": ""}
 GDS = GPU | {"proc/driver/nvidia-fs/version": ""}
 
@@ -104,6 +109,7 @@ GDS = GPU | {"proc/driver/nvidia-fs/version": ""}
         (node.memory, Fake(files={**MEMORY, "sys/fs/cgroup/slice/memory.max": "max\n"}), "ok", "62.5 GiB"),
         (node.memory, Fake(files={"proc/meminfo": "MemTotal: many\n"}), "unknown", ""),
         (node.memory, Fake(), "unknown", ""),
+        (node.memory, Fake(files=VERSION_1), "warning", "limit is 1.0 GiB"),
         (node.processors, Fake(), "ok", "64"),
         (
             node.processors,
@@ -163,7 +169,21 @@ GDS = GPU | {"proc/driver/nvidia-fs/version": ""}
         (software.gds, Fake(), "ok", "no NVIDIA GPU"),
         (software.gds, Fake(files=GPU), "note", "nvidia-fs and libcufile"),
         (software.gds, Fake(files=GDS, libraries=frozenset({"libcufile.so.0"})), "ok", ""),
-        (software.daemon, Fake(), "note", "no daemon answers"),
+        (
+            software.daemon_settings,
+            Fake(environ={"HEADRACE_SIDECAR_CLIENTS": "9"}),
+            "ok",
+            "1 variable HEADRACE_SIDECAR_*",
+        ),
+        (
+            software.daemon_settings,
+            Fake(environ={"HEADRACE_SIDECAR_CLIENTS": "x"}),
+            "error",
+            "HEADRACE_SIDECAR_CLIENTS",
+        ),
+        (software.daemon_settings, Fake(environ={"HEADRACE_SIDECAR_CLIENT": "9"}), "error", "is not a setting"),
+        (software.daemon_settings, Fake(environ={"HEADRACE_SIDECAR_CONFIG": "/none"}), "error", "cannot be read"),
+        (software.daemon, Fake(environ={}), "note", "no daemon answers"),
         (
             software.daemon,
             Fake(environ={"HEADRACE_SIDECAR": "/run/headrace/sidecar.sock"}),
