@@ -86,8 +86,9 @@ class HeadraceCheckpointing(BaseCheckpointing):  # type: ignore[misc,unused-igno
 
     DLIO requires a singleton. `checkpoint` returns when the step is committed, so DLIO's figures are times until the
     save is durable, not stalls. DLIO never changes its state, so all saves after the first would be deduplicated to
-    nothing. Therefore `checkpoint` fills it with new random bytes first, and DLIO's time includes that. With `checkpoint.type: rank_zero`, rank 0 saves alone. A save that fails raises and
-    ends the run. `saved` has the steps that this process committed.
+    nothing. Therefore `checkpoint` fills it with new random bytes first, and DLIO's time includes that. With
+    `checkpoint.type: rank_zero`, rank 0 saves alone. A save that fails raises and ends the run. `saved` has the steps
+    that this process committed.
     """
 
     _instance: ClassVar[HeadraceCheckpointing | None] = None
