@@ -100,7 +100,11 @@ def test_an_evaluation_counts_no_sample_twice_in_place_of_a_damaged_one(damaged:
     assert sorted(n for batch in batches for n in batch["id"].tolist()) == sorted(
         {*range(6)} - {loader.quarantine[0].id}
     )
-    assert [sum(batch["samples_per_rank"]) for batch in batches] == [2, 2, 2]  # as planned: no rank knows what the others found
+    assert [sum(batch["samples_per_rank"]) for batch in batches] == [
+        2,
+        2,
+        2,
+    ]  # as planned: no rank knows what the others found
     with VideoLoader(damaged, 2, **options, on_error="replace") as loader:
         assert [len(batch["id"]) for batch in loader] == [2, 2, 2]
 
