@@ -133,12 +133,15 @@ def _noise(count: int) -> Iterator[np.ndarray]:
 # --- one candidate, in its own process
 
 
-def measure(url: str, clips: int, port: int) -> dict[str, float]:
-    """Read the clips of two epochs, and compare what the server at `port` sends with what the clips need."""
+def measure(url: str, clips: int, port: int, sidecar: str | None = None) -> dict[str, float]:
+    """Read the clips of two epochs, and compare what the server at `port` sends with what the clips need.
+
+    `sidecar` is the socket of a daemon. Default: a cache in this process.
+    """
     store, meter = Server(port), Meter()
     began = _mark(store)
     with environment_variables(store.environ):
-        ends, needed = read_epochs(url, clips, lambda: _mark(store))
+        ends, needed = read_epochs(url, clips, lambda: _mark(store), sidecar)
     first, again = (_Mark(*np.subtract(after, before)) for before, after in itertools.pairwise([began, *ends]))
     figures = {
         "ratio": first.sent / needed,
@@ -170,13 +173,14 @@ def _mark(store: Server) -> _Mark:
 T = TypeVar("T")
 
 
-def read_epochs(url: str, clips: int, mark: Callable[[], T]) -> tuple[list[T], int]:
+def read_epochs(url: str, clips: int, mark: Callable[[], T], sidecar: str | None = None) -> tuple[list[T], int]:
     """Read the clips of each video twice.
 
     Args:
         url: The dataset.
         clips: The number of clips of each video.
         mark: Called at the end of each epoch.
+        sidecar: The socket of a daemon. Default: a cache in this process.
 
     Returns:
         The two results of `mark`, and the bytes that an epoch needs.
@@ -188,7 +192,7 @@ def read_epochs(url: str, clips: int, mark: Callable[[], T]) -> tuple[list[T], i
     ends, starts = list[T](), dict[str, list[float]]()
     with (
         Dataset(url, trust_mounts=True) as dataset,
-        VideoLoader(dataset, 1, clip=clip, size=(32, 32), evaluate=True, shuffle=False, **_OPTIONS) as loader,
+        VideoLoader(dataset, 1, clip=clip, size=(32, 32), evaluate=True, sidecar=sidecar, **_OPTIONS) as loader,
     ):
         for _ in range(2):
             for batch in loader:
@@ -198,7 +202,7 @@ def read_epochs(url: str, clips: int, mark: Callable[[], T]) -> tuple[list[T], i
     return ends, sum(needed_bytes(video, length, times) for video, length, times in videos if video is not None)
 
 
-_OPTIONS: dict[str, Any] = {"sidecar": None, "num_threads": 2, "drop_last": False}
+_OPTIONS: dict[str, Any] = {"shuffle": False, "num_threads": 2, "drop_last": False}
 
 
 def needed_bytes(video: VideoInfo, length: int, starts: Sequence[float]) -> int:

@@ -11,6 +11,7 @@ Terms:
 
 - A *source* is the name of a store: its URL and its options.
 - A *block* is a part of an object, at a multiple of the block size (`limits.CACHE_BLOCK_BYTES`).
+- A *part* is a read that leaves out much of its file. Only its bytes are fetched, as *extents*.
 - A *stream* is a loader that announces its next reads.
 - A file is *held* while a reader may use it. A `Lease` is one hold.
 - A *run* is a range of present bytes, as (first, end).

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.bench.core.processes import server
+from headrace.bench.core.processes import daemon, server
 from headrace.bench.workloads import ranges
 
 pytestmark = pytest.mark.process
@@ -35,4 +35,12 @@ def test_clips_that_cover_a_file_fetch_it_once(tmp_path: Path) -> None:
         found = ranges.measure("s3://bucket/set", 26, store.port)
     assert found["ratio"] <= 1.05
     assert found["requests"] <= 2
+    assert found["again"] == 0
+
+
+def test_the_daemon_of_a_node_fetches_no_more(tmp_path: Path) -> None:
+    ranges.make(tmp_path / "bucket", "h264", "mp4", SIZE)
+    with server(tmp_path) as store, daemon(tmp_path, store.environ) as sidecar:
+        found = ranges.measure("s3://bucket/set", 6, store.port, str(sidecar.socket))
+    assert found["media_ratio"] <= 1.1
     assert found["again"] == 0

@@ -62,7 +62,10 @@ def test_the_bytes_are_those_of_the_object(daemon: RunningDaemon, store: Store, 
         views = reader.read("shards/1.tar", ranges)
         assert [bytes(v) for v in views] == expected(shards, "shards/1.tar", ranges)
         assert all(v.readonly for v in views)
-    assert daemon.status()["cache"]["fetched_bytes"] == 9 * MIB + 1000
+    assert daemon.status()["cache"]["fetched_bytes"] == 1020, "ranges far apart come without their blocks"
+    everything = [(0, 9 * MIB + 1000)]
+    assert [bytes(v) for v in reader.read("shards/1.tar", everything)] == expected(shards, "shards/1.tar", everything)
+    assert daemon.status()["cache"]["fetched_bytes"] == 9 * MIB + 1000, "and are not fetched again with these"
     reader.close()
 
 
@@ -420,6 +423,8 @@ def test_joined_shards_are_read_through_the_daemon(daemon: RunningDaemon, tmp_pa
         ranges = [(0, 20), (5 * MIB - 3, 4000), (len(whole) - 7, 7)]
         views = reader.read(shard, ranges)
         assert [bytes(view) for view in views] == [whole[at : at + length] for at, length in ranges]
+        assert daemon.status()["cache"]["fetched_bytes"] == 4027
+        assert bytes(reader.read(shard, [(0, len(whole))])[0]) == whole
         assert daemon.status()["cache"]["fetched_bytes"] == len(whole)
         with pytest.raises(NotFoundError):
             reader.read("mounts/joined/00000009-" + "0" * 32, [(0, 1)])
