@@ -100,8 +100,8 @@ class RunExtras(OpenRun):
 
         Args:
             name (str): The name: letters, digits, dots, dashes and underscores, at most 80.
-            step (int | str | Handle): A step's number, "latest", or the handle of a save, whose commit is awaited.
-                Default: "latest".
+            step (int | str | Handle): A step's number, "latest", or the handle of a save. A save that is published by its
+                handle is compared with the version before while it is being written. Default: "latest".
             include (str | Iterable[str]): Patterns on paths, as in `restore`. Default: "model/*". If all paths have the
                 same first part, the published names leave it out.
             exclude (str | Iterable[str]): Patterns of tensors to leave out. Default: none.
