@@ -47,6 +47,12 @@ class Trainer:
         return self.publish(dtype=dtype)
 
 
+@pytest.fixture(autouse=True)
+def no_daemon_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subscribers read directly, unless a test names its daemon's socket."""
+    monkeypatch.setenv("HEADRACE_SIDECAR", "off")
+
+
 @pytest.fixture
 def trainer(tmp_path: Path) -> Iterator[Trainer]:
     trainer = Trainer(tmp_path / "repository")
