@@ -180,7 +180,7 @@ class Subscriber:
                 raise UsageError(f"the subscriber of {self.name} is closed", hint="create another Subscriber")
             newest = records.newest_number(self.store, self.name) or 0
             if newest >= number:
-                return NewVersion(self, records.read_record(self.store, self.name, number))
+                return NewVersion(self, self._kept_record(number, newest))
             remaining = self._poll if until is None else min(self._poll, until - self.clock.monotonic())
             if remaining <= 0:
                 raise DeadlineError(
@@ -188,6 +188,15 @@ class Subscriber:
                     hint="look at the publisher's log; `headrace ckpt published` lists the newest versions",
                 )
             self.clock.sleep(remaining)
+
+    def _kept_record(self, number: int, newest: int) -> Published:
+        try:
+            return records.read_record(self.store, self.name, number)
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"version {number} of {self.name} was removed: version {newest} is the newest",
+                hint=f"the newest {records.KEPT_VERSIONS} versions are kept; ask for one of them",
+            ) from error
 
     def _is_worth_listing(self, looks: int) -> bool:
         """Whether there may be a new version. After 32 versions the next record has been deleted, and only a listing shows it."""

@@ -98,7 +98,7 @@ def test_a_subscriber_waits_for_one_number(trainer: Trainer, monkeypatch: pytest
         for _ in range(3):
             trainer.next_version()
         subscriber.at(4, 1).apply(held)
-        with pytest.raises(NotFoundError):
+        with pytest.raises(NotFoundError, match="version 1 of policy was removed: version 4 is the newest"):
             subscriber.at(1, 1)
     with pytest.raises(UsageError, match="closed"):
         subscriber.at(5)
