@@ -109,7 +109,10 @@ def test_links_between_pages_lead_to_pages_and_headings(pages: dict[str, str]) -
 
 
 def test_a_broken_link_is_found() -> None:
-    pages = {"a.md": "# A\n\n[b](b.md) [c](c.md) [d](b.md#d) [e](b.md#the-end-of-b)\n", "b.md": "# B\n\n## The end of `b`\n"}
+    pages = {
+        "a.md": "# A\n\n[b](b.md) [c](c.md) [d](b.md#d) [e](b.md#the-end-of-b)\n",
+        "b.md": "# B\n\n## The end of `b`\n",
+    }
     assert broken(pages) == ["a.md: c.md", "a.md: b.md#d"]
 
 

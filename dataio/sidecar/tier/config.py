@@ -67,7 +67,8 @@ class TierConfig:
             path = getattr(self, name)
             if path is None or not path.is_file():
                 raise UsageError(
-                    f"a buddy needs tls_{name}: {path or 'it is not set'}", hint="name a PEM file; see docs/explanation/sidecar.md"
+                    f"a buddy needs tls_{name}: {path or 'it is not set'}",
+                    hint="name a PEM file; see docs/explanation/sidecar.md",
                 )
         if self.listen is not None and not self.welcome:
             raise UsageError(
