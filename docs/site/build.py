@@ -20,7 +20,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-OUTSIDE = {"CONTRIBUTING.md": "contributing.md", "deploy/README.md": "deploying.md", "CHANGELOG.md": "changes.md"}
+OUTSIDE = {
+    "README.md": "overview.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "deploy/README.md": "deploying.md",
+    "CHANGELOG.md": "changes.md",
+}
 """Files outside `docs/` that are pages of the site → their names there."""
 GENERATED = ("reference/commands.md", "reference/settings.md", "reference/metrics.md", "reference/errors.md")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
@@ -120,6 +125,7 @@ def write_texts(pages: Mapping[str, str], output: Path) -> None:
 
 _ORDER = (
     "start",
+    "overview",
     "tutorials",
     "howto",
     "explanation",

@@ -155,7 +155,7 @@ def _labels_of_registry() -> dict[str, Sequence[str]]:
 def _metric_table(families: Iterable[Metric], labels: Mapping[str, Sequence[str]]) -> list[str]:
     lines = ["| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
     for family in families:
-        names = labels.get(family.name) or getattr(family, "_labelnames", ())
+        names: Sequence[str] = labels.get(family.name) or getattr(family, "_labelnames", None) or ()
         name = family.name + ("_total" if family.type == "counter" else "")
         told = ", ".join(f"`{label}`" for label in names)
         lines.append(f"| `{name}` | {family.type} | {told} | {_cell(family.documentation)} |")
@@ -191,7 +191,8 @@ def error_classes() -> list[type[errors.HeadraceError]]:
     """Every class of errors, each below its base."""
 
     def below(kind: type[errors.HeadraceError]) -> list[type[errors.HeadraceError]]:
-        children = [value for value in vars(errors).values() if inspect.isclass(value) and value.__base__ is kind]
+        classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+        children = [each for each in classes if issubclass(each, errors.HeadraceError) and each.__base__ is kind]
         return [kind, *(found for child in children for found in below(child))]
 
     return below(errors.HeadraceError)

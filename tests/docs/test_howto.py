@@ -97,7 +97,7 @@ def scope(page: Path, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         }
         others["train"] = lambda step: None
         others |= {"state": state, "checkpointer": checkpointer, "step": 1300, "first": 1201, "last": 1203}
-        names = {**state, **others}
+        names: dict[str, Any] = {**state, **others}
         yield names
         if "guard" in names:
             names["guard"].close()  # the handlers of signals that were there before

@@ -121,7 +121,8 @@ def test_every_page_is_in_a_table_of_contents(pages: dict[str, str]) -> None:
     for name, text in pages.items():
         for entries in re.findall(r"^:::\{toctree\}\n(.*?)^:::", text, re.DOTALL | re.MULTILINE):
             for entry in (line for line in entries.splitlines() if line and not line.startswith(":")):
-                path = os.path.normpath(Path(name).parent / entry)
+                found = re.search(r"<(.+)>", entry)  # `Title <page>`, or the page alone
+                path = os.path.normpath(Path(name).parent / (found[1] if found else entry))
                 listed |= {known for known in pages if Path(known).match(f"{path}.md")}
     assert sorted(set(pages) - listed) == []
 
