@@ -1,6 +1,6 @@
 """The checks of Python, packages, the GPU's libraries and the daemon.
 
-`SUPPORT` is the support table of docs/compatibility.md: the lowest version that works, and the version that all tests
+`SUPPORT` is the support table of docs/reference/compatibility.md: the lowest version that works, and the version that all tests
 run with. A test compares it with pyproject.toml and constraints.txt.
 Failure behaviour: a missing package is no error, because each belongs to an extra. A version in an unknown format gives
 the severity `unknown`.
