@@ -67,7 +67,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if fixtures & _SERVERS or item.get_closest_marker("s3"):
             item.add_marker("s3")
         else:
-            item.add_marker("process" if starters[module] or fixtures & _DAEMONS else "unit")
+            starts = starters[module] or fixtures & _DAEMONS or item.get_closest_marker("process")
+            item.add_marker("process" if starts else "unit")
 
 
 def pytest_collection_finish() -> None:

@@ -25,7 +25,13 @@ API: Mapping[str, tuple[str, str, Sequence[str]]] = {
     "datasets": (
         "Datasets and stores",
         "Functions and classes that make, open and check datasets, and the contract of a store.",
-        ("headrace.dataio", "headrace.dataio.store.base:Store", "headrace.dataio.core.errors:translate_os_errors"),
+        (
+            "headrace.dataio",
+            "headrace.dataio.store.base:Store",
+            *(f"headrace.dataio.store.wrappers:{name}" for name in ("Budget", "Limit", "MetricsStore", "Trace")),
+            "headrace.dataio.store.retry:Retry",
+            "headrace.dataio.store.hedge:Hedge",
+        ),
     ),
     "loaders": ("Loaders", "Everything that a training loop reads batches with.", ("headrace.loaders",)),
     "checkpoints": ("Checkpoints", "Saving, restoring, comparing and publishing steps.", ("headrace.checkpoint",)),
