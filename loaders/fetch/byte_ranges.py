@@ -22,7 +22,7 @@ MOST = 0.5
 """A file is read whole if a clip needs a larger fraction of it."""
 _READ_AHEAD_BYTES = 64 * limits.KIB
 """Bytes that a demuxer reads at a time, including bytes that it does not need."""
-_REORDERED = 3
+_REORDERED = 5
 """Frames by which the order of decoding may differ from the order of display."""
 _AUDIO_MARGIN = Fraction(1, 2)
 """Seconds by which audio may be stored before or after the video of the same time. It includes the audio that codecs
