@@ -29,7 +29,7 @@ from headrace.dataio.core.redact import printable, redact
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "make a dataset": {
         "pack": ("headrace.dataio.shards.cli_pack:pack", "write media files into tar shards with an index"),
-        "index": ("headrace.dataio.shards.cli_pack:index", "make a dataset over existing WebDataset tars"),
+        "index": ("headrace.dataio.shards.cli_pack:index", "make a dataset over files that stay where they are"),
     },
     "read a dataset": {
         "info": ("headrace.dataio.shards.cli:info", "show samples, hours, bytes, codecs and sizes of a dataset"),
