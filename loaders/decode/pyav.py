@@ -49,7 +49,7 @@ from headrace.loaders.decode.trim import NoStartError, Window, open_window
 _WITH_MESSAGES = frozenset(["h264", "hevc"])
 _SKIPPING = frozenset(["h264", "hevc"])
 """Codecs whose decoders accept a new `skip_frame` setting with every packet; dav1d reads it only once."""
-_PACKETS_AT_ONCE = 8
+_PACKETS_AT_ONCE = 4
 """The number of packets after which decoding checks whether it was cancelled."""
 
 Surface = TypeVar("Surface", bound=Canvas)

