@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -52,6 +52,31 @@ def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if isinstance(terminal, pytest.TerminalReporter) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(terminal))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        _leave_real_time()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        _leave_real_time()
+
+
+def _leave_real_time() -> None:
+    """Undo what the SVT-AV1 encoder does to a process of root: it gives the calling thread SCHED_FIFO with priority 99.
+
+    Everything that the thread starts later would inherit it. One browser then takes all cores from all other processes.
+    """
+    if hasattr(os, "sched_setscheduler") and os.sched_getscheduler(0) != os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
