@@ -689,14 +689,14 @@ def test_a_fetch_takes_bytes_that_its_file_has_from_there_and_not_from_another_t
     film = obj("a", 60)
     land_all(cache, cache.request(1, obj("b", 30), ((0, 30),)))
     land_all(cache, cache.request(2, film, ((10, 10),)))  # the first tier is full now
-    land_all(cache, cache.request(3, film, ((14, 4), (40, 4))))
+    land_all(cache, cache.request(3, film, ((15, 3), (40, 4))))
     out = cache.request(4, film, ((0, 0), (12, 8), (20, 2), (60, 0)))
     slow = [f for f in fetches(out) if cache.tier_of(f.file) == 1]
     assert [(f.offset, f.length) for f in slow] == [(12, 10)]
     assert sorted((cache.tier_of(file), at, size) for file, at, size in slow[0].copies) == [
-        (0, 12, 2),
+        (0, 12, 3),
         (0, 18, 2),
-        (1, 14, 4),
+        (1, 15, 3),
     ]
 
 
