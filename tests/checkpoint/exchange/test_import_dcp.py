@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkSto
 from headrace.checkpoint import Checkpointer, import_checkpoint, read
 from headrace.checkpoint.exchange import dcp_metadata, dcp_source, joined_tensors
 from headrace.checkpoint.exchange.importing import ImportReport
+from headrace.checkpoint.exchange.pickle_reader import Record
 from headrace.checkpoint.repository import check
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.store.open import open_store
@@ -207,6 +208,11 @@ HOSTILE: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "URL": (place(relative_path="s3://bucket/a"), "'s3://bucket/a', which is not a file of the folder"),
     "two dots": (place(relative_path=".."), r"'\.\.', which is not a file of the folder"),
     "file that is missing": (place(relative_path="other"), "other does not exist"),
+    "file with a name of a thousand bytes": (
+        place(relative_path="\U0001f600" * 250),
+        "which is not a file of the folder",
+    ),
+    "sizes that no tensor has": (chunks(size=[0, 1 << 61, 1 << 61]), "'w' is too large"),
     "path that is a number": (place(relative_path=3), "the place of 'w' is malformed"),
     "offset beyond the file": (place(offset=1 << 40), "and the file has"),
     "length beyond the file": (place(length=1 << 40), "and the file has"),
@@ -244,6 +250,37 @@ def test_hostile_metadata_is_refused_by_name_and_nothing_is_stored(tmp_path: Pat
         imported(folder, tmp_path / "r")
     assert not (tmp_path / "r").exists()
     assert not Path("/tmp/headrace-was-here").exists()
+
+
+def offsets_of_equal_hash(count: int) -> list[list[int]]:
+    """Offsets in two dimensions. The hash of a tuple of numbers has no secret, so the second number can be computed."""
+    first, second, third, fourth = 11400714785074694791, 14029467366897019727, 2870177450012600261, 1 << 64
+
+    def after(number: int) -> int:
+        mixed = (third + number * second) % fourth
+        return (mixed << 31 | mixed >> 33) * first % fourth
+
+    inverse = pow(second, -1, fourth)
+    found: list[list[int]] = [[0, 1]]
+    for number in range(1, 1000 * count):
+        other = (after(0) + second - after(number)) * inverse % fourth
+        if other < (1 << 61) - 1 and len(found) < count:
+            found.append([number, other])
+    return found
+
+
+def test_offsets_with_equal_hashes_do_not_make_the_reader_slow() -> None:
+    offsets = offsets_of_equal_hash(50)
+    assert len(offsets) == 50
+    assert len({hash(tuple(offset)) for offset in offsets}) == 1
+    index = Record(f"{dcp_metadata._DCP}MetadataIndex", ())
+    places = {
+        replace(index, state={"fqn": "w", "offset": tuple(offset)}): Record(
+            "_StorageInfo", (), {"relative_path": "a", "offset": 0, "length": 1}
+        )
+        for offset in offsets
+    }
+    assert len(set(map(hash, dcp_metadata._places(places)))) == 50
 
 
 def test_folders_that_are_cut_off_are_refused(tmp_path: Path) -> None:
