@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from headrace.checkpoint import Checkpointer, import_checkpoint, read
-from headrace.checkpoint.exchange import dcp_metadata, dcp_source, joined_tensors
+from headrace.checkpoint.exchange import dcp_metadata, dcp_source, joined_tensors, torch_source
 from headrace.checkpoint.exchange.importing import ImportReport
 from headrace.checkpoint.exchange.pickle_reader import Record
 from headrace.checkpoint.repository import check
@@ -297,6 +298,32 @@ def test_folders_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(NotFoundError, match=r"__0_0\.distcp does not exist"):
         imported(folder, tmp_path / "r")
+
+
+def with_table_of(size: int) -> io.BytesIO:
+    """An archive of torch.save whose last bytes claim that its table of records has this size."""
+    archive = io.BytesIO()
+    torch.save(torch.ones(2), archive)
+    whole = archive.getvalue()[:-22] + bytes(size)
+    archive.seek(0)
+    archive.write(whole + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 4, 4, size, len(whole) - size, 0))
+    archive.seek(0)
+    return archive
+
+
+def test_an_archive_of_a_tensor_whose_table_of_records_is_large_is_not_read() -> None:
+    archive = with_table_of(200_000)
+    with pytest.raises(CorruptionError, match=r"chunk is cut off or damaged: its structure has more than 131072 bytes"):
+        torch_source.locate_tensor("chunk", archive, len(archive.getvalue()))
+
+
+def test_a_sparse_file_whose_table_of_records_is_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_source, "_MAX_STRUCTURE", 100_000)
+    (tmp_path / "a.pt").write_bytes(with_table_of(200_000).getvalue())
+    with pytest.raises(CorruptionError, match=r"a\.pt is cut off or damaged: its structure has more than 100000 bytes"):
+        imported(tmp_path / "a.pt", tmp_path / "r")
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:
