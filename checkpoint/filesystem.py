@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 from fsspec.spec import AbstractFileSystem
 
 from headrace.checkpoint import artifacts
+from headrace.checkpoint.format import names
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.restoring.saved_step import SavedStep, read
 from headrace.checkpoint.tensor_file import TensorFile, data_bytes, header_of, raw
@@ -53,9 +54,9 @@ class _Names:
 
 
 def encoded(name: str) -> str:
-    """A name as one part of a path."""
+    """A name as one part of a path. An empty name is `%`, which no other name is."""
     text = urllib.parse.quote(name, safe=" !$'()+,;=@[]{}~:")
-    return text.replace(".", "%2E") if not text.strip(".") else text
+    return (text.replace(".", "%2E") if not text.strip(".") else text) or "%"
 
 
 class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -179,6 +180,8 @@ class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     # checkpoints
 
     def _steps(self, url: str, run: str) -> _Names:
+        if not names.is_run(run):
+            raise NotFoundError(f"{run!r:.200} cannot name a run")
         with self._store(url) as store:
             if repository.read_repo(store) is None:
                 raise NotFoundError(f"{url} is not a repository")
@@ -206,7 +209,7 @@ class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
                     tensor = saved[path] if saved.is_tensor(path) else None
                     if tensor is not None and (header := header_of(path, tensor)) is not None:
                         files[f"tensors/{_tensor_path(path)}"] = len(header) + data_bytes(tensor)
-            with artifacts.open_leased(store, run, _step_of(step)) as opened:
+            with artifacts.open_leased(store, run, _number_or_name(step)) as opened:
                 for artifact in artifacts.artifacts_of(opened):
                     files.setdefault(f"artifacts/{_encoded_path(artifact.name)}", artifact.bytes)
         if len(files) > MOST_NAMES:
@@ -214,7 +217,7 @@ class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         return files
 
     def _saved(self, store: Any, run: str, step: str) -> SavedStep:
-        name = _step_of(step)
+        name = _number_or_name(step)
         if isinstance(name, str) and name.startswith("tag:"):
             return read(store, run=run, tag=name.removeprefix("tag:"))
         return read(store, run=run, step=name)
@@ -223,7 +226,7 @@ class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
         run, step, kind = urllib.parse.unquote(parts[1]), parts[3], parts[4]
         name = "/".join(map(urllib.parse.unquote, parts[5:]))
         if kind == "artifacts":
-            with self._store(url) as store, artifacts.open_leased(store, run, _step_of(step)) as opened:
+            with self._store(url) as store, artifacts.open_leased(store, run, _number_or_name(step)) as opened:
                 return io.BytesIO(artifacts.read_bytes(store, opened, name))
         wanted = "/".join(parts[5:])
         with contextlib.ExitStack() as stack:
@@ -242,7 +245,7 @@ class HeadraceFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ha
     def _dataset(self, url: str, version: str) -> Any:
         from headrace.dataio.shards.dataset import Dataset
 
-        wanted: int | str | None = int(version) if version.isdecimal() else urllib.parse.unquote(version)
+        wanted = _number_or_name(version)
         return Dataset.open_lazy(
             url,
             None if wanted == _LATEST else wanted,
@@ -279,7 +282,7 @@ def _may_be_file(parts: Sequence[str]) -> bool:
     return (len(parts) == 4 and parts[0] == "samples") or (len(parts) > 5 and parts[0] == "runs")
 
 
-def _step_of(text: str) -> int | str:
+def _number_or_name(text: str) -> int | str:
     text = urllib.parse.unquote(text)
     return int(text) if text.isdecimal() and text.isascii() and len(text) < 20 else text
 
@@ -302,8 +305,8 @@ def _below(folder: str, files: Mapping[str, int]) -> _Names:
     return _Names({path: size for path, size in inside.items() if "/" not in path}, folders)
 
 
-def _folders(names: Any) -> _Names:
-    found = [encoded(name) for name in names]
+def _folders(listed: Any) -> _Names:
+    found = [encoded(name) for name in listed]
     if len(found) > MOST_NAMES:
         raise CapacityError(
             f"more than {MOST_NAMES} names", hint="name the run and the step; `headrace ckpt ls` lists them"

@@ -12,7 +12,8 @@ does not fit together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +144,12 @@ def _size(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-_Key = tuple[str, tuple[int, ...] | None]
+_Key = tuple[str, str]
+
+
+def _key(name: str, offset: tuple[int, ...] | None) -> _Key:
+    """The key of a place. It holds only texts: equal hashes of tuples of numbers are easy to construct."""
+    return name, str(offset)
 
 
 def _places(stored: Mapping[Any, Any]) -> dict[_Key, Slice]:
@@ -159,7 +165,7 @@ def _places(stored: Mapping[Any, Any]) -> dict[_Key, Slice]:
                 f"{name!r:.200} is stored with a transformation such as compression, which is not read",
                 hint="load it where you trust its author, and save it again without extensions",
             )
-        places[name, None if offset is None else _size(offset)] = _slice(name, place)
+        places[_key(name, None if offset is None else _size(offset))] = _slice(name, place)
     return places
 
 
@@ -167,7 +173,7 @@ def _slice(name: str, place: Mapping[str, Any]) -> Slice:
     file, at, length = (place.get(key) for key in ("relative_path", "offset", "length"))
     if not isinstance(file, str) or type(at) is not int or type(length) is not int:
         raise CorruptionError(f"the place of {name!r:.200} is malformed")
-    if file in ("", ".", "..") or "/" in file or "\0" in file or len(file) > 255:
+    if file in ("", ".", "..") or "/" in file or "\0" in file or len(os.fsencode(file)) > 255:
         raise CorruptionError(f"{name!r:.200} is in {file!r:.200}, which is not a file of the folder")
     if at < 0 or length <= 0:
         raise CorruptionError(f"{name!r:.200} has {length} bytes at byte {at} of its file")
@@ -175,7 +181,7 @@ def _slice(name: str, place: Mapping[str, Any]) -> Slice:
 
 
 def _place(places: Mapping[_Key, Slice], name: str, offset: tuple[int, ...] | None) -> Slice:
-    place = places.get((name, offset))
+    place = places.get(_key(name, offset))
     if place is None:
         where = "" if offset is None else f" at {offset!s:.200}"
         raise CorruptionError(f"no file has {name!r:.200}{where}")
@@ -187,9 +193,9 @@ def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[_Key, Slice]) 
     found = fields.get("chunks")
     if not isinstance(found, list):
         raise CorruptionError(f"{name!r:.200} has no chunks")
-    if math.prod(shape) * ITEM_BYTES[dtype] >= _MAX_SIZE:
+    if math.prod(n or 1 for n in shape) * ITEM_BYTES[dtype] >= _MAX_SIZE:
         raise CorruptionError(f"{name!r:.200} is too large")
-    chunks: dict[tuple[int, ...], Chunk] = {}
+    chunks: dict[_Key, Chunk] = {}
     for each in found:
         box = _fields(each, "ChunkStorageMetadata")
         offset, local = _size(box.get("offsets")), _size(box.get("sizes"))
@@ -197,7 +203,7 @@ def _tensor(name: str, fields: Mapping[str, Any], places: Mapping[_Key, Slice]) 
             raise CorruptionError(f"{name!r:.200} has a chunk with another number of dimensions")
         if math.prod(local):
             chunk = Chunk(offset, local, _place(places, name, offset))
-            if chunks.setdefault(offset, chunk).local != local:
+            if chunks.setdefault(_key(name, offset), chunk).local != local:
                 raise CorruptionError(f"{name!r:.200} has two chunks at {offset!s:.200}")
     check_tiling(name, shape, [(chunk.offset, chunk.local) for chunk in chunks.values()])
     return StoredTensor(dtype, shape, list(chunks.values()))
@@ -229,31 +235,22 @@ def check_tiling(name: str, shape: tuple[int, ...], chunks: list[_Box]) -> None:
 
 def _overlap(name: str, shape: tuple[int, ...], chunks: list[_Box]) -> bool:
     """Whether two chunks overlap. They are drawn into a grid whose lines are the edges of all chunks."""
-    edges = [
-        {edge: number for number, edge in enumerate(sorted({e for c in chunks for e in _edges(c, dim)}))}
-        for dim in range(len(shape))
-    ]
-    cells = [max(len(lines) - 1, 1) for lines in edges]
+    first, local = (np.array(part, np.int64) for part in zip(*chunks, strict=True))
+    edges = [np.unique_inverse(np.stack([first[:, d], first[:, d] + local[:, d]])) for d in range(len(shape))]
+    cells = [max(len(lines) - 1, 1) for lines, _ in edges]
     if math.prod(cells) > MAX_CELLS:
         raise UnsupportedError(
             f"{name!r:.200} has {len(chunks)} chunks that form no grid",
             hint="convert it where you trust it: python -m torch.distributed.checkpoint.format_utils dcp_to_torch",
         )
     drawn = np.zeros([n for n in cells if n > 1], np.bool_)
-    for chunk in chunks:
-        box = drawn[
-            tuple(slice(*(lines[e] for e in _edges(chunk, d))) for d, lines in enumerate(edges) if cells[d] > 1)
-        ]
+    lines = [numbers.tolist() for n, (_, numbers) in zip(cells, edges, strict=True) if n > 1]
+    for number in range(len(chunks)):
+        box = drawn[tuple(slice(begins[number], ends[number]) for begins, ends in lines)]
         if box.any():
             return True
         box[...] = True
     return False
-
-
-def _edges(chunk: _Box, dim: int) -> Iterator[int]:
-    offset, local = chunk
-    yield offset[dim]
-    yield offset[dim] + local[dim]
 
 
 def _all_paths(data: object, known: set[str]) -> dict[str, tuple[str | int, ...]]:

@@ -142,7 +142,7 @@ class _Folder:
         if place.length > MAX_VALUE_BYTES:
             raise UnsupportedError(
                 f"{label} has {format_bytes(place.length)}; at most {format_bytes(MAX_VALUE_BYTES)} are read",
-                hint=f"leave it out: --exclude {name!r}",
+                hint=f"leave it out: --exclude {name!r:.200}",
             )
         check_memory(place.length, label)
         data = _bytes(self._fd(label, place), place.at, place.length)

@@ -23,8 +23,10 @@ from typing import Any, NoReturn
 from headrace.checkpoint.gc_pause import gc_paused
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 
-_KEY_BITS = 60
-"""Integers of more bits have the hashes of smaller ones."""
+_KEY_BITS = 12
+"""The hash of an integer has no secret: of larger ones, some can be chosen for which a dict takes a time that grows with
+the square of their number. No metadata of DCP has such keys.
+"""
 _PROTOCOLS = range(2, 6)
 _UINT8, _UINT16, _UINT32, _UINT64, _INT32, _DOUBLE = map(struct.Struct, ("<B", "<H", "<I", "<Q", "<i", ">d"))
 _ORDERED = "collections.OrderedDict"
@@ -246,7 +248,7 @@ class _Machine:
             return value
         raise UnsupportedError(
             f"the pickle has a {type(value).__name__} as a key or in a set, which is not read",
-            hint="only texts, bytes, integers of up to 60 bits, booleans and None are read as keys",
+            hint="only texts, bytes, integers below 4096, booleans and None are read as keys",
         )
 
     def put(self, format: struct.Struct) -> None:

@@ -37,7 +37,9 @@ from headrace.dataio.core.errors import CapacityError, CorruptionError, Unsuppor
 from headrace.dataio.core.limits import MIB
 
 _MAX_STRUCTURE = 256 * MIB
-"""The largest `data.pkl`."""
+"""The largest `data.pkl`, and the largest table of records."""
+_MAX_ONE_TENSOR = 128 << 10
+"""The same for an archive of one tensor, of which a folder may have millions."""
 _HEADER_BYTES = 30
 _MAGIC = b"PK\x03\x04"
 _DAMAGED_HINT = "copy or download it again"
@@ -91,7 +93,7 @@ class LocatedTensor:
 
 def locate_tensor(label: str, archive: BinaryIO, size: int) -> LocatedTensor:
     """The place of the one tensor in an archive of `size` bytes. `label` names it in errors."""
-    records = _records_of_part(label, archive, size)
+    records = _records_of_part(label, archive, size, _MAX_ONE_TENSOR)
     archive.seek(0)
     tensor = _load(label, archive, "meta")
     offset = _offset_of(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -107,10 +109,10 @@ def locate_tensor(label: str, archive: BinaryIO, size: int) -> LocatedTensor:
     return LocatedTensor(tensor.dtype, tuple(tensor.shape), tensor.stride(), at)
 
 
-def _records_of_part(label: str, archive: BinaryIO, size: int) -> dict[int, int]:
+def _records_of_part(label: str, archive: BinaryIO, size: int, limit: int | None = None) -> dict[int, int]:
     if archive.read(len(_MAGIC)) != _MAGIC:
         raise CorruptionError(f"{label} is not an archive of torch.save", hint=_DAMAGED_HINT)
-    return _records(label, archive, size)
+    return _records(label, archive, size, limit)
 
 
 def not_a_zip(path: Path) -> UnsupportedError:
@@ -220,10 +222,24 @@ def _check_record(tensor: torch.Tensor, size: int, file: str, path: str) -> None
         raise CorruptionError(f"{file}: {path!r:.200} reaches beyond its record", hint=_DAMAGED_HINT)
 
 
-def _records(label: str, file: BinaryIO, size: int) -> dict[int, int]:
+class _LimitedFile:
+    """A file of which at most `limit` bytes are read at once, whatever sizes the archive in it claims."""
+
+    def __init__(self, file: BinaryIO, limit: int) -> None:
+        self._file, self._limit = file, limit
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(min(size, self._limit + 1) if size >= 0 else self._limit + 1)
+        if len(data) > self._limit:
+            raise ValueError(f"its structure has more than {self._limit} bytes")
+        return data
+
+
+def _records(label: str, file: BinaryIO, size: int, limit: int | None = None) -> dict[int, int]:
     """Check an archive before torch reads it. Returns the sizes of its records by their first bytes."""
     try:
-        with zipfile.ZipFile(file) as archive:
+        with zipfile.ZipFile(_LimitedFile(file, limit or _MAX_STRUCTURE)) as archive:  # type: ignore[arg-type]  # all that it uses
             infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if len(infos) != len(archive.infolist()):
                 raise CorruptionError(f"{label} has two records of one name", hint=_DAMAGED_HINT)

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
+from headrace.checkpoint.format import metadata as step_metadata
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.metadata import JsonValue, Metadata, from_json, given, stall_of
 from headrace.dataio.core import json
@@ -34,6 +35,8 @@ The text before it is the name that the software had when it created the reposit
 MOST_ATTEMPTS = 4096
 """The maximum number of attempts in `Totals`. It bounds the size of a decision."""
 FORMAT = f"headrace{FORMAT_SUFFIX}"
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A number of bytes or of objects. JSON could express numbers that are too large for a float."""
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,13 +131,13 @@ class Totals(msgspec.Struct, frozen=True, kw_only=True):
     `attempts`: the other attempts whose packs the manifests name. Sizes are in bytes.
     """
 
-    ranks: int
-    tensors: int
-    packs: int
+    ranks: Count
+    tensors: Count
+    packs: Count
     attempts: tuple[str, ...]
-    bytes_state: int
-    bytes_written: int
-    bytes_deduplicated: int
+    bytes_state: Count
+    bytes_written: Count
+    bytes_deduplicated: Count
 
 
 class Decision(Document, frozen=True, kw_only=True):
@@ -161,6 +164,10 @@ class Decision(Document, frozen=True, kw_only=True):
     totals: Totals | None = None
     metadata: dict[str, JsonValue] = {}
     description: str = ""
+
+    def __post_init__(self) -> None:
+        if step_metadata.has_huge_integers(self.metadata):
+            raise ValueError("its metadata has an integer of more than 64 bits")
 
     def values(self) -> Metadata:
         """The step's metadata, as the user gave it."""

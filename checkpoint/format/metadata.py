@@ -136,6 +136,11 @@ def flaw_of(metadata: Mapping[str, Value], description: str) -> str:
     return ""
 
 
+def has_huge_integers(metadata: Mapping[str, object]) -> bool:
+    """Whether an integer has more than 64 bits, which `check` refuses and msgpack cannot express. JSON can."""
+    return any(isinstance(value, int) and value.bit_length() > 64 for value in metadata.values())
+
+
 def to_json(metadata: Mapping[str, Value]) -> dict[str, JsonValue]:
     """The mapping with every float that JSON cannot express as `Bits`."""
     return {

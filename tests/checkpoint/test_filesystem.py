@@ -24,7 +24,7 @@ from headrace import pack
 from headrace.checkpoint import Checkpointer, filesystem, tensor_file
 from headrace.checkpoint.filesystem import HeadraceFileSystem, encoded
 from headrace.checkpoint.tensor_file import TensorFile
-from headrace.dataio.core.errors import CapacityError, CorruptionError
+from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
 from tests.support.written_media import write_wav
 
 load = pytest.importorskip("safetensors.torch", reason="the package safetensors is not here").load
@@ -121,6 +121,15 @@ def test_no_path_leads_out_of_a_folder_into_which_a_step_is_downloaded(fs: Headr
     assert names == ["got/%2E%2E.safetensors", "got/a~1b.safetensors", "got/c.d%25.safetensors"]
 
 
+def test_a_tensor_below_an_empty_key_is_listed_and_read(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "ck", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, {"model": {"": {"w": torch.arange(3), "": torch.ones(2)}, "%": torch.zeros(1)}}).result(60)
+    fs = HeadraceFileSystem(url=str(tmp_path / "ck"), skip_instance_cache=True)
+    step = "runs/exp/steps/1/tensors/model"
+    assert fs.find(step) == [f"{step}/%/%.safetensors", f"{step}/%/w.safetensors", f"{step}/%25.safetensors"]
+    assert torch.equal(load(fs.cat_file(f"{step}/%/w.safetensors"))["model//w"], torch.arange(3))
+
+
 @given(st.text(min_size=1, max_size=20))
 def test_an_encoded_name_is_one_part_and_can_be_decoded(name: str) -> None:
     part = encoded(name)
@@ -175,6 +184,7 @@ def test_a_large_tensor_is_read_by_rows(fs: HeadraceFileSystem, monkeypatch: pyt
     [
         "nothing",
         "runs/none/steps",
+        "runs/..%2F..%2Fother/steps",
         "runs/none",
         "runs/exp42/nothing",
         "runs/exp42/steps/11",
@@ -190,6 +200,12 @@ def test_what_does_not_exist_is_not_found(fs: HeadraceFileSystem, path: str) -> 
         fs.info(path)
     with pytest.raises(FileNotFoundError):
         fs.open(path)
+
+
+def test_a_version_of_too_many_digits_is_not_found(dataset: Path) -> None:
+    fs = HeadraceFileSystem(url=str(dataset), skip_instance_cache=True)
+    with pytest.raises((FileNotFoundError, HeadraceError)):
+        fs.ls("samples/" + "9" * 5000)
 
 
 def test_nothing_can_be_written(fs: HeadraceFileSystem, repository: Path) -> None:

@@ -339,11 +339,7 @@ class CachePlan:
         if not parts or (lacking and is_part(ranges)):
             return {}
         if lacking:
-            whole_blocks = tuple(
-                (part * self.block_bytes, min(self.block_bytes, obj.size - part * self.block_bytes))
-                for part in sorted(lacking)
-            )
-            file = self._pinned.admit(obj, whole_blocks, out)
+            file = self._pinned.admit_blocks(obj, lacking, out)
             if file is None:
                 return {}
             parts.update(dict.fromkeys(lacking, file))

@@ -203,9 +203,12 @@ class CacheFile:
         if is_part(ranges):
             added = extents_of(self.lacking(ranges), self.block_bytes)
             return sum(size for _, size in added), sum(size for _, size in extents_of(ranges, self.block_bytes))
-        needed = blocks_of(ranges, self.block_bytes)
-        missing = needed - self.present - self.in_flight.keys()
-        return self.cost(missing - self.adopted.among(missing)), self.cost(needed)
+        return self.cost_of_blocks(blocks_of(ranges, self.block_bytes))
+
+    def cost_of_blocks(self, blocks: set[int]) -> tuple[int, int]:
+        """As `cost_of`, for whole blocks. Extents in flight do not reduce it, because a block is charged in addition."""
+        missing = blocks - self.present - self.in_flight.keys()
+        return self.cost(missing - self.adopted.among(missing)), self.cost(blocks)
 
     def begin(self, ranges: Ranges) -> list[int]:
         """The parts to fetch for a read, sorted. Extents of a part get their numbers here."""

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from headrace.dataio.cache.plan.events import Fetch, Instruction, ObjectId, Ranges
+from headrace.dataio.cache.plan.extents import joined, without
 from headrace.dataio.cache.plan.files import CacheFile, Tiers
 from headrace.dataio.cache.plan.streams import Streams
+
+_OFFSET = itemgetter(1)
 
 
 @dataclass(slots=True)
@@ -111,15 +115,18 @@ class InFlight:
         return waiting
 
     def _copies(self, file: CacheFile, offset: int, length: int) -> tuple[tuple[int, int, int], ...]:
-        """The byte ranges of a part that files hold, sorted and disjoint. The file itself may hold some, as extents."""
-        files = [*self._tiers.blocks(file.object), *(self._tiers.rings.get(file.object, ()) if file.ring else ())]
-        copies = sorted((at, size, other.id) for other in files for at, size in other.present_within(offset, length))
-        out: list[tuple[int, int, int]] = []
-        for at, size, other in copies:
-            start = max(at, out[-1][1] + out[-1][2]) if out else at
-            if start < at + size:
-                out.append((other, start, at + size - start))
-        return tuple(out)
+        """The byte ranges of a part that files hold, sorted and disjoint.
+
+        The file itself may hold some, as extents. These are not read from another file. Otherwise, faster tiers are first.
+        """
+        files = [file, *self._tiers.blocks(file.object)]
+        files += self._tiers.rings.get(file.object, ()) if file.ring else ()
+        out, taken = list[tuple[int, int, int]](), list[tuple[int, int]]()
+        for other in files:
+            for at, size in without(other.present_within(offset, length), taken):
+                out.append((other.id, at, size))
+                taken = joined(taken, at, at + size)
+        return tuple(sorted(out, key=_OFFSET))
 
     def _end_fetch(self, file: CacheFile, number: int) -> list[int]:
         cost = file.part(number)[1]

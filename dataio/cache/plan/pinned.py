@@ -11,11 +11,16 @@ Failure behaviour: if no tier has room, `admit` returns None. It never waits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headrace.dataio.cache.plan.events import Instruction, ObjectId, Ranges
 from headrace.dataio.cache.plan.extents import is_part
 from headrace.dataio.cache.plan.files import CacheFile, Tier, Tiers, blocks_of
 from headrace.dataio.cache.plan.ring import Ring
 from headrace.dataio.cache.plan.streams import Streams
+
+CostIn = Callable[[CacheFile], tuple[int, int]]
+"""The bytes that a read adds to this block file, and those that it would add to an empty one."""
 
 
 class Pinned:
@@ -61,12 +66,11 @@ class Pinned:
 
     def admit(self, obj: ObjectId, ranges: Ranges, out: list[Instruction]) -> CacheFile | None:
         """An existing or new file of the object with room for all of `ranges`; None if no tier has room."""
-        tiers = self._tiers.open
-        if self._streams.uses(obj.source):
-            return self._admit_to_first(tiers, obj, ranges, out, evict=True)
-        if len(tiers) > 1 and (file := self._admit_to_first(tiers, obj, ranges, out, evict=False)):
-            return file
-        return self._admit_to_first(tiers[::-1], obj, ranges, out, evict=True)
+        return self._admit(obj, lambda file: file.cost_of(ranges), out)
+
+    def admit_blocks(self, obj: ObjectId, blocks: set[int], out: list[Instruction]) -> CacheFile | None:
+        """As `admit`, for whole blocks, also if they leave out as much as the ranges of a part do."""
+        return self._admit(obj, lambda file: file.cost_of_blocks(blocks), out)
 
     def limit(self, tier: Tier) -> int:
         """Maximum bytes of blocks in the tier."""
@@ -76,11 +80,19 @@ class Pinned:
         """Bytes to evict in advance, so that holders have time to close the evicted files before their room is needed."""
         return tier.budget // 16
 
+    def _admit(self, obj: ObjectId, cost_in: CostIn, out: list[Instruction]) -> CacheFile | None:
+        tiers = self._tiers.open
+        if self._streams.uses(obj.source):
+            return self._admit_to_first(tiers, obj, cost_in, out, evict=True)
+        if len(tiers) > 1 and (file := self._admit_to_first(tiers, obj, cost_in, out, evict=False)):
+            return file
+        return self._admit_to_first(tiers[::-1], obj, cost_in, out, evict=True)
+
     def _admit_to_first(
-        self, tiers: list[Tier], obj: ObjectId, ranges: Ranges, out: list[Instruction], *, evict: bool
+        self, tiers: list[Tier], obj: ObjectId, cost_in: CostIn, out: list[Instruction], *, evict: bool
     ) -> CacheFile | None:
         for tier in tiers:
-            file = self._admit_to(tier, obj, ranges, out, evict=evict)
+            file = self._admit_to(tier, obj, cost_in, out, evict=evict)
             if file is not None:
                 return file
             if tier.pinned.dropped and not self._is_crowded(tier, 0, new_file=False):
@@ -88,12 +100,12 @@ class Pinned:
         return None
 
     def _admit_to(
-        self, tier: Tier, obj: ObjectId, ranges: Ranges, out: list[Instruction], *, evict: bool
+        self, tier: Tier, obj: ObjectId, cost_in: CostIn, out: list[Instruction], *, evict: bool
     ) -> CacheFile | None:
         """A file in this tier, or None. Evicts other files first, then the object's own file if it is not protected."""
         file = tier.linked.get(obj)
         probe = file or CacheFile(0, obj, tier.number, tier.pinned, self._tiers.block_bytes)
-        cost, whole_cost = probe.cost_of(ranges)
+        cost, whole_cost = cost_in(probe)
         if whole_cost > self.limit(tier):
             return None
         if evict:

@@ -105,7 +105,7 @@ def load(store: Store, version: int | str | None = None) -> tuple[VersionDocumen
     """Like `history.load`, but also accepts a tag. A string of digits is a version number."""
     if not isinstance(version, str):
         return history.load(store, version)
-    if version.isdecimal():
+    if version.isdecimal() and len(version) < 20:
         return history.load(store, int(version))
     tag = read(store, version)
     document, digest = history.load(store, tag.version)

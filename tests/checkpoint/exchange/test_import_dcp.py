@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pickle
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +25,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from headrace.checkpoint import Checkpointer, import_checkpoint, read
-from headrace.checkpoint.exchange import dcp_metadata, dcp_source, joined_tensors
+from headrace.checkpoint.exchange import dcp_metadata, dcp_source, joined_tensors, torch_source
 from headrace.checkpoint.exchange.importing import ImportReport
+from headrace.checkpoint.exchange.pickle_reader import Record
 from headrace.checkpoint.repository import check
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, UnsupportedError, UsageError
 from headrace.dataio.store.open import open_store
@@ -207,6 +209,11 @@ HOSTILE: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "URL": (place(relative_path="s3://bucket/a"), "'s3://bucket/a', which is not a file of the folder"),
     "two dots": (place(relative_path=".."), r"'\.\.', which is not a file of the folder"),
     "file that is missing": (place(relative_path="other"), "other does not exist"),
+    "file with a name of a thousand bytes": (
+        place(relative_path="\U0001f600" * 250),
+        "which is not a file of the folder",
+    ),
+    "sizes that no tensor has": (chunks(size=[0, 1 << 61, 1 << 61]), "'w' is too large"),
     "path that is a number": (place(relative_path=3), "the place of 'w' is malformed"),
     "offset beyond the file": (place(offset=1 << 40), "and the file has"),
     "length beyond the file": (place(length=1 << 40), "and the file has"),
@@ -246,6 +253,37 @@ def test_hostile_metadata_is_refused_by_name_and_nothing_is_stored(tmp_path: Pat
     assert not Path("/tmp/headrace-was-here").exists()
 
 
+def offsets_of_equal_hash(count: int) -> list[list[int]]:
+    """Offsets in two dimensions. The hash of a tuple of numbers has no secret, so the second number can be computed."""
+    first, second, third, fourth = 11400714785074694791, 14029467366897019727, 2870177450012600261, 1 << 64
+
+    def after(number: int) -> int:
+        mixed = (third + number * second) % fourth
+        return (mixed << 31 | mixed >> 33) * first % fourth
+
+    inverse = pow(second, -1, fourth)
+    found: list[list[int]] = [[0, 1]]
+    for number in range(1, 1000 * count):
+        other = (after(0) + second - after(number)) * inverse % fourth
+        if other < (1 << 61) - 1 and len(found) < count:
+            found.append([number, other])
+    return found
+
+
+def test_offsets_with_equal_hashes_do_not_make_the_reader_slow() -> None:
+    offsets = offsets_of_equal_hash(50)
+    assert len(offsets) == 50
+    assert len({hash(tuple(offset)) for offset in offsets}) == 1
+    index = Record(f"{dcp_metadata._DCP}MetadataIndex", ())
+    places = {
+        replace(index, state={"fqn": "w", "offset": tuple(offset)}): Record(
+            "_StorageInfo", (), {"relative_path": "a", "offset": 0, "length": 1}
+        )
+        for offset in offsets
+    }
+    assert len(set(map(hash, dcp_metadata._places(places)))) == 50
+
+
 def test_folders_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     folder = saved(tmp_path / "d", {"w": torch.arange(2400.0), "n": 3})
     whole = (folder / ".metadata").read_bytes()
@@ -260,6 +298,32 @@ def test_folders_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(NotFoundError, match=r"__0_0\.distcp does not exist"):
         imported(folder, tmp_path / "r")
+
+
+def with_table_of(size: int) -> io.BytesIO:
+    """An archive of torch.save whose last bytes claim that its table of records has this size."""
+    archive = io.BytesIO()
+    torch.save(torch.ones(2), archive)
+    whole = archive.getvalue()[:-22] + bytes(size)
+    archive.seek(0)
+    archive.write(whole + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 4, 4, size, len(whole) - size, 0))
+    archive.seek(0)
+    return archive
+
+
+def test_an_archive_of_a_tensor_whose_table_of_records_is_large_is_not_read() -> None:
+    archive = with_table_of(200_000)
+    with pytest.raises(CorruptionError, match=r"chunk is cut off or damaged: its structure has more than 131072 bytes"):
+        torch_source.locate_tensor("chunk", archive, len(archive.getvalue()))
+
+
+def test_a_sparse_file_whose_table_of_records_is_large_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_source, "_MAX_STRUCTURE", 100_000)
+    (tmp_path / "a.pt").write_bytes(with_table_of(200_000).getvalue())
+    with pytest.raises(CorruptionError, match=r"a\.pt is cut off or damaged: its structure has more than 100000 bytes"):
+        imported(tmp_path / "a.pt", tmp_path / "r")
 
 
 def test_links_out_of_the_folder_are_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from headrace.checkpoint.exchange.pickle_reader import Limits, Name, Record, rea
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
 
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
-keys = st.none() | st.booleans() | st.integers(-(2**60) + 1, 2**60 - 1) | texts | st.binary(max_size=20)
+keys = st.none() | st.booleans() | st.integers(-(2**12) + 1, 2**12 - 1) | texts | st.binary(max_size=20)
 scalars = keys | st.integers() | st.floats()
 values = st.recursive(
     scalars | st.sets(keys, max_size=4) | st.frozensets(keys, max_size=4),
@@ -121,6 +121,7 @@ HOSTILE = {
     "text that is not UTF-8": (FRAME + b"\x8c\x01\xff.", "not UTF-8"),
     "name without an end": (b"\x80\x02c" + b"a" * 5000, "a name has no end"),
     "integer as a key whose hash is that of another": (FRAME + b"}\x8a\x08" + b"\xff" * 7 + b"\x1fNs.", "int as a key"),
+    "integer as a key of which many can collide": (FRAME + b"}M\x00\x10Ns.", "int as a key"),
     "float as a key": (FRAME + b"}G" + bytes(8) + b"Ns.", "float as a key"),
     "tuple as a key": (FRAME + b"})Ns.", "tuple as a key"),
     "tuple in a set": (FRAME + b"\x8f()\x90.", "tuple as a key or in a set"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from headrace.checkpoint.format import artifacts, description, names
 from headrace.checkpoint.format import metadata as step_metadata
-from headrace.checkpoint.format.documents import Decision, decode, encode
+from headrace.checkpoint.format.documents import Decision, Totals, decode, encode
 from headrace.checkpoint.format.group import Group
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.dataio.core.errors import CorruptionError, UsageError
@@ -81,6 +81,23 @@ def test_bits_that_are_no_float_are_damage(bits: str) -> None:
     data = msgspec.json.encode(document).replace(b"7ff8000000000000", bits.encode())
     with pytest.raises(CorruptionError, match="readable document"):
         decode(data, Decision, "fate")
+
+
+@pytest.mark.parametrize("field", ["metadata", "bytes_state", "negative"])
+def test_a_decision_with_a_number_that_no_page_could_draw_is_damage(field: str) -> None:
+    totals = Totals(ranks=1, tensors=1, packs=1, attempts=(), bytes_state=99, bytes_written=1, bytes_deduplicated=1)
+    document = Decision(attempt=names.new_id(), outcome="commit", metadata={"tokens": 77}, totals=totals)
+    huge = b"1" + b"0" * 400
+    before, after = {
+        "metadata": (b'"tokens":77', b'"tokens":' + huge),
+        "bytes_state": (b'"bytes_state":99', b'"bytes_state":' + huge),
+        "negative": (b'"bytes_state":99', b'"bytes_state":-9'),
+    }[field]
+    data = msgspec.json.encode(document)
+    assert decode(data, Decision, "fate") == document
+    assert before in data
+    with pytest.raises(CorruptionError, match="readable document"):
+        decode(data.replace(before, after), Decision, "fate")
 
 
 def test_an_object_with_too_much_metadata_is_refused() -> None:

@@ -663,6 +663,43 @@ class PartsPlanMachine(PlanMachine):
             self.patch.undo()
 
 
+def test_blocks_around_parts_in_flight_that_complete_a_read_over_two_tiers_stay_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extents, "HOLE_BYTES", 15)
+    monkeypatch.setattr(extents, "GAP_BYTES", 3)
+    cache = CachePlan((60, 60), block_bytes=BLOCK)
+    announce(cache, 1, [])
+    film = obj("a", 60)
+    land_all(cache, cache.request(1, film, ((20, 20),), 1))
+    land_all(cache, cache.request(2, obj("b", 40), ((0, 40),), 1))
+    parts = cache.request(3, film, ((10, 10), (40, 8)), 1)
+    assert [used for _, used, _ in cache.tiers] == [20, 58], "the blocks are in one tier, the parts in the other"
+    out = cache.request(4, film, ((10, 40),), 1)
+    assert all(used <= budget for budget, used, _ in cache.tiers)
+    assert {i.ticket for i in land_all(cache, [*parts, *out]) if isinstance(i, Ready | Bypass)} == {3, 4}
+
+
+def test_a_fetch_takes_bytes_that_its_file_has_from_there_and_not_from_another_tier(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extents, "HOLE_BYTES", 15)
+    monkeypatch.setattr(extents, "GAP_BYTES", 3)
+    cache = CachePlan((40, 100), block_bytes=BLOCK)
+    film = obj("a", 60)
+    land_all(cache, cache.request(1, obj("b", 30), ((0, 30),)))
+    land_all(cache, cache.request(2, film, ((10, 10),)))  # the first tier is full now
+    land_all(cache, cache.request(3, film, ((15, 3), (40, 4))))
+    out = cache.request(4, film, ((0, 0), (12, 8), (20, 2), (60, 0)))
+    slow = [f for f in fetches(out) if cache.tier_of(f.file) == 1]
+    assert [(f.offset, f.length) for f in slow] == [(12, 10)]
+    assert sorted((cache.tier_of(file), at, size) for file, at, size in slow[0].copies) == [
+        (0, 12, 3),
+        (0, 18, 2),
+        (1, 15, 3),
+    ]
+
+
 TestPartsPlanMachine = PartsPlanMachine.TestCase
 TestPartsPlanMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
