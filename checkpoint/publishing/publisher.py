@@ -19,7 +19,7 @@ update. A publication that fails leaves no tag, unless it is unknown whether its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from headrace.checkpoint.format import names
@@ -27,7 +27,7 @@ from headrace.checkpoint.format.documents import Base, this_process
 from headrace.checkpoint.publishing import records
 from headrace.checkpoint.publishing.comparison import Comparison, Held, compare
 from headrace.checkpoint.publishing.early import EarlyComparison, compare_early
-from headrace.checkpoint.publishing.records import Published, Stored
+from headrace.checkpoint.publishing.records import Published, Stored, WithdrawnError
 from headrace.checkpoint.publishing.source import Choice, PublishedTensor, in_staging, published_tensors
 from headrace.checkpoint.publishing.staged import StagedMemoryError, StagedStep
 from headrace.checkpoint.publishing.weights import store_weights
@@ -206,6 +206,20 @@ def _needed(record: Published) -> set[str]:
     return {record.tag} | {record.key_of(one) for one in (record.weights, record.update) if one is not None}
 
 
+def _kept(store: Store, newest: Published, numbers: Iterable[int], most: int) -> set[str]:
+    """The tags and objects of the newest `most` versions. A version before a withdrawal needs none."""
+    kept = _needed(newest)
+    for number in sorted(numbers, reverse=True):
+        if number > newest.number - most:
+            try:
+                kept |= _needed(records.read_record(store, newest.name, number))
+            except WithdrawnError:
+                break
+            except (NotFoundError, CorruptionError):
+                continue
+    return kept
+
+
 def _delete_old(store: Store, newest: Published) -> int:
     """Delete what old versions need no more. Return the number of the newest version in the store.
 
@@ -220,11 +234,7 @@ def _delete_old(store: Store, newest: Published) -> int:
             return max(numbered, default=0)
         orphaned = numbered[newest.number].modified - records.ORPHAN_SECONDS
         old = [info.key for info in others if info.modified < orphaned]
-        kept = _needed(newest)
-        for number in numbered:
-            if number > newest.number - (records.KEPT_VERSIONS if old else 2):
-                with suppress(NotFoundError, CorruptionError):
-                    kept |= _needed(records.read_record(store, newest.name, number))
+        kept = _kept(store, newest, numbered, records.KEPT_VERSIONS if old else 2)
         keys += [key for key in old if key not in kept]
         for tag in tag_records.listed(store):
             of_tag = records.number_of_tag(newest.name, tag)
