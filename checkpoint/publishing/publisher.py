@@ -14,7 +14,7 @@ Invariants:
 
 Failure behaviour: `ConflictError` if another process published the next version first, or if the name belongs to
 another run. A publisher that dies leaves the version before. A version before that cannot be read makes a version without an
-update. A publication that fails leaves no tag, unless it is unknown whether its record was written.
+update. A publication that fails leaves no tag and no update, unless it is unknown whether its record was written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, this_process
 from headrace.checkpoint.publishing import records
-from headrace.checkpoint.publishing.comparison import Comparison, Held, compare
+from headrace.checkpoint.publishing.comparison import Comparison, Held, compare, discard_update
 from headrace.checkpoint.publishing.early import EarlyComparison, compare_early
 from headrace.checkpoint.publishing.records import Published, Stored, WithdrawnError
 from headrace.checkpoint.publishing.source import Choice, PublishedTensor, in_staging, published_tensors
@@ -85,14 +85,17 @@ def publish(
         UsageError: no tensor is selected, or the name is invalid.
     """
     held = held or Held(0)
-    before, number = _newest(store, name)
-    if before is not None and before.run != run and not move:
-        raise ConflictError(
-            f"{name} is published from run {before.run}, not from {run}", hint="give move=True to publish another run"
-        )
-    records.key_of(name, number)
-    tag = records.tag_of(name, number, names.new_id(clock))
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as undo:
+        if early is not None:
+            undo.callback(early.discard, store)
+        before, number = _newest(store, name)
+        if before is not None and before.run != run and not move:
+            raise ConflictError(
+                f"{name} is published from run {before.run}, not from {run}",
+                hint="give move=True to publish another run",
+            )
+        records.key_of(name, number)
+        tag = records.tag_of(name, number, names.new_id(clock))
         with _tag_removed_after_an_error(store, tag):
             tags.tag(store, tag, run, base, clock=clock)
             _after_tag()
@@ -101,9 +104,9 @@ def publish(
             if early is not None and early.is_of(before, prefix, tensors, step):
                 comparison, update = early.comparison, early.update
             else:
-                if early is not None:
-                    early.discard(store)
+                undo.close()
                 comparison, update = _compared(store, name, step, tensors, before, held, staging, clock)
+                undo.callback(discard_update, store, name, update)
             weights = store_weights(store, name, comparison.weights(), clock)
             _after_update()
             record = Published(
@@ -126,7 +129,8 @@ def publish(
                 created=clock.time(),
                 process=this_process(),
             )
-        written = records.write(store, record)  # an error may leave a record, which needs the tag
+        undo.pop_all()  # an error of the next call may leave a record, which needs the tag and the update
+        written = records.write(store, record)
     if written:
         _after_record()
         held.keep(record)
@@ -134,6 +138,7 @@ def publish(
             return record  # otherwise the record of this number had been deleted, and no subscriber reads this one
     else:
         _delete_tag(store, tag)
+        discard_update(store, name, update)
     raise ConflictError(
         f"another process published version {number} of {name} first", hint="publish again for the next version"
     )
@@ -192,12 +197,13 @@ def _compared(
     copy = staging.copy_of(step.base.attempt) if staging is not None else None
     if staging is not None and copy is not None:
         staged = StagedStep(staging, copy)
+        comparison, update = compare(store, name, in_staging(tensors, staged), before, held, clock)
         try:
-            compared = compare(store, name, in_staging(tensors, staged), before, held, clock)
             staged.require_same(step.manifests[0])
-            return compared
+            return comparison, update
         except StagedMemoryError as error:
             _log.error("step %s is read back to publish it: %s", step.base.step, error)
+            discard_update(store, name, update)
     return compare(store, name, tensors, before, held, clock)
 
 
