@@ -101,11 +101,16 @@ class BackgroundPublisher:
         self._pool.shutdown(wait=False)
         _, late = wait(set(self._futures), timeout)
         if late:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self.cancel_waiting()
             raise DeadlineError(
                 f"{len(late)} versions of run {self._run} are not published after {timeout:g} s",
                 hint="close with a longer timeout, or publish again with `headrace ckpt publish`",
             )
+
+    def cancel_waiting(self) -> None:
+        """Cancel the publications that have not begun. Later calls of `submit` fail."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, name: str, future: Future[Published]) -> None:
         self._room.release()  # also for a future that was cancelled before it ran

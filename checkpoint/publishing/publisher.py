@@ -147,14 +147,12 @@ def publish(
 def _newest(store: Store, name: str) -> tuple[Published | None, int]:
     """The newest version, and the number of the next one. A damaged record does not stop the next version."""
     try:
-        before = records.find(store, name)
+        before, number = records.find_numbered(store, name)
+        return before, number + 1  # also after a withdrawal
     except CorruptionError as error:
         number = records.newest_number(store, name) or 0
         _log.warning("the newest version of %s cannot be read, so the next version has no update: %s", name, error)
         return None, number + 1
-    if before is not None:
-        return before, before.number + 1
-    return None, (records.newest_number(store, name) or 0) + 1  # after a withdrawal, numbers go on
 
 
 @contextmanager

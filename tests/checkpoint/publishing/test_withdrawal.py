@@ -69,6 +69,31 @@ def test_a_withdrawn_name_may_be_published_by_another_run(trainer: Trainer, stor
         assert other.next_version().number == 3
 
 
+def test_a_name_that_another_run_publishes_after_a_withdrawal_is_not_taken(
+    trainer: Trainer, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other run publishes right after this publisher has seen the withdrawal."""
+    trainer.next_version()
+    withdrawal.withdraw(store, "policy")
+    other, real, numbers = Trainer(trainer.url, "exp43"), records.read_record, list[int]()
+
+    def read(at: Store, name: str, number: int) -> records.Published:
+        monkeypatch.setattr(records, "read_record", real)
+        try:
+            return real(at, name, number)
+        finally:
+            numbers.append(other.next_version().number)
+
+    with other.checkpointer:
+        trainer.train()
+        trainer.save()
+        monkeypatch.setattr(records, "read_record", read)
+        with pytest.raises(ConflictError):
+            trainer.publish(2)
+    assert numbers == [3]
+    assert records.require(store, "policy").run == "exp43"
+
+
 def test_to_withdraw_again_changes_nothing(trainer: Trainer, store: Store) -> None:
     trainer.next_version()
     withdrawal.withdraw(store, "policy")
