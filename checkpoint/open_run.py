@@ -108,6 +108,8 @@ class OpenRun:
                 self._retention.wait(self._wait if timeout is None else timeout)
             self._saves.raise_unfetched()
         finally:
+            if self._publisher is not None:
+                self._publisher.cancel_waiting()  # also if a save is late
             self._trackers.close(CLOSE_SECONDS if self._saves.all_done else 0)
             self._saver.close()
             self._executor.close()

@@ -55,7 +55,7 @@ class PublishedInitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ig
     Args:
         url (str): The repository.
         name (str): The published name.
-        poll (float): Seconds between two looks for a new version. Default: 1.
+        poll (float): Seconds between two looks for a new version, at most 3600. Default: 1.
         changed_only (bool): Load only the tensors that changed, in place. Only for models whose weights vLLM keeps as they
             are loaded: not for quantized ones, nor for kernels that repack weights. Default: False, all tensors are
             loaded through vLLM's layerwise reload.
@@ -71,6 +71,8 @@ class PublishedInitInfo(WeightTransferInitInfo):  # type: ignore[misc, unused-ig
             raise UsageError(
                 "url and name are not both given", hint='give {"url": "s3://bucket/runs", "name": "policy"}'
             )
+        if not _is_number(self.poll) or not 0 < self.poll <= MAX_TIMEOUT:
+            raise UsageError(f"poll is {self.poll!r}", hint=f"give seconds, more than 0 and at most {MAX_TIMEOUT:g}")
         if not isinstance(self.changed_only, bool):
             raise UsageError(f"changed_only is {self.changed_only!r}", hint="give true or false")
 
@@ -91,9 +93,13 @@ class PublishedUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc, unuse
     def __post_init__(self) -> None:
         if isinstance(self.version, bool) or not isinstance(self.version, int) or self.version < 1:
             raise UsageError(f"version is {self.version!r}", hint="give the number of a published version, from 1 on")
-        numeric = isinstance(self.timeout, int | float) and math.isfinite(self.timeout)
-        if not numeric or not 0 <= self.timeout <= MAX_TIMEOUT:
+        if not _is_number(self.timeout) or not 0 <= self.timeout <= MAX_TIMEOUT:
             raise UsageError(f"timeout is {self.timeout!r}", hint=f"give seconds, at most {MAX_TIMEOUT:g}")
+
+
+def _is_number(value: object) -> bool:
+    """Whether a field of a request is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class PublishedWeightsEngine(WeightTransferEngine):  # type: ignore[misc, unused-ignore]

@@ -1,6 +1,7 @@
 """Publishes in a thread of the trainer, so that training does not wait.
 
 Invariant: versions are published in the order of the calls. At most `MAX_WAITING` wait; a further call waits for room.
+The weights of earlier versions use at most `HELD_BYTES`, and those of the name that is being published as much again.
 From the call until its publication has ended, this process's retention keeps the step. Then the version's tag keeps it.
 Failure behaviour: an error is logged, and the future raises it. Training continues. A call that finds no room in time
 raises `DeadlineError`.
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.handle import Handle
 from headrace.checkpoint.publishing import publisher
-from headrace.checkpoint.publishing.comparison import Held
+from headrace.checkpoint.publishing.comparison import HELD_BYTES, Held
 from headrace.checkpoint.publishing.early import EarlyComparison
 from headrace.checkpoint.publishing.records import Published
 from headrace.checkpoint.publishing.source import Choice
@@ -53,7 +56,7 @@ class BackgroundPublisher:
     ) -> None:
         self._store, self._run, self._timeout = store, run, timeout
         self._staging, self._protect = staging, protect
-        self._held: dict[str, Held] = {}
+        self._held = OrderedDict[str, Held]()
         self._room = threading.Semaphore(MAX_WAITING)
         self._pool: ThreadPoolExecutor | None = None
         self._futures = set[Future[Published]]()
@@ -98,11 +101,16 @@ class BackgroundPublisher:
         self._pool.shutdown(wait=False)
         _, late = wait(set(self._futures), timeout)
         if late:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+            self.cancel_waiting()
             raise DeadlineError(
                 f"{len(late)} versions of run {self._run} are not published after {timeout:g} s",
                 hint="close with a longer timeout, or publish again with `headrace ckpt publish`",
             )
+
+    def cancel_waiting(self) -> None:
+        """Cancel the publications that have not begun. Later calls of `submit` fail."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _done(self, name: str, future: Future[Published]) -> None:
         self._room.release()  # also for a future that was cancelled before it ran
@@ -111,24 +119,32 @@ class BackgroundPublisher:
             _log.error("%s was not published: %s", name, error)
 
     def _publish(self, name: str, step: int | str | Handle, choice: Choice, move: bool) -> Published:
-        held, early = self._held.setdefault(name, Held()), None
-        if isinstance(step, Handle):
-            until = time.monotonic() + self._timeout
-            early = self._compared_early(name, step, choice, held)
-            try:
-                wanted: int | str | Base = self._saved(step, until)
-            except BaseException:
+        held, early = self._held_of(name), None
+        wanted: int | str | Base
+        with ExitStack() as undo:
+            if isinstance(step, Handle):
+                until = time.monotonic() + self._timeout
+                early = self._compared_early(name, step, choice, held)
                 if early is not None:
-                    early.discard(self._store)
-                raise
-        else:
-            wanted = step
-        base = repository.find(self._store, self._run, wanted)
-        if base is None:
-            raise repository.missing(self._store, self._run)
+                    undo.callback(early.discard, self._store)
+                wanted = self._saved(step, until)
+            else:
+                wanted = step
+            base = repository.find(self._store, self._run, wanted)
+            if base is None:
+                raise repository.missing(self._store, self._run)
+            undo.pop_all()
         return publisher.publish(
             self._store, name, self._run, base, choice, held=held, staging=self._staging, early=early, move=move
         )
+
+    def _held_of(self, name: str) -> Held:
+        """The memory of a name. Names that were published longest ago lose theirs while all have more than `HELD_BYTES`."""
+        held = self._held.setdefault(name, Held())
+        self._held.move_to_end(name)
+        while len(self._held) > 1 and sum(each.nbytes for each in self._held.values()) > HELD_BYTES:
+            self._held.popitem(last=False)
+        return held
 
     def _compared_early(self, name: str, handle: Handle, choice: Choice, held: Held) -> EarlyComparison | None:
         """Compare the weights while the save writes them. An error is logged: the step is compared after its commit."""

@@ -14,9 +14,9 @@ Failure behaviour: `CorruptionError` if the version before cannot be read, or if
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ from headrace.checkpoint.restoring.saved_step import SavedStep
 from headrace.checkpoint.saving.copy_threads import num_copy_threads
 from headrace.checkpoint.state.tensors import name_of
 from headrace.dataio.core.clock import Clock
-from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UsageError
 from headrace.dataio.core.limits import GIB
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
@@ -76,6 +76,11 @@ class Held:
             for name, size in sizes.items()
         }
         return self._tensors
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory."""
+        return sum(len(tensor) for tensor in self._tensors.values())
 
     def keep(self, record: Published) -> None:
         """The memory holds this version."""
@@ -154,7 +159,7 @@ class Comparison:
         self._digests: list[list[bytes]] = [[] for _ in tensors]
         self._kept = held.replace({tensor.name: tensor.nbytes for tensor in tensors})
 
-    def changes(self) -> Iterator[EncodedBlock]:
+    def changes(self) -> Generator[EncodedBlock]:
         """Yield the changed blocks, encoded. Threads compare the next blocks meanwhile."""
         threads = min(num_copy_threads(), _MOST_THREADS)
         with ThreadPoolExecutor(threads, "headrace-publish") as pool:
@@ -188,7 +193,7 @@ class Comparison:
                 self._tensors[number],
                 block,
                 new,
-                next(old_blocks) if old else None,
+                next(old_blocks, None) if old else None,  # a damaged version may have fewer than its table says
                 old.digest_of(block) if old else b"",
                 kept[start : start + form.size_of(block)] if kept is not None else None,
                 form.item,
@@ -239,6 +244,13 @@ def _cut(data: Bytes) -> Iterator[Bytes]:
     return (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
 
 
+def discard_update(store: Store, name: str, update: Stored | None) -> None:
+    """Delete an update that no record names. If that fails, a later publisher deletes it."""
+    if update is not None:
+        with suppress(HeadraceError):
+            store.delete_many([f"{records.folder(name)}{update.key}"])
+
+
 def compare(
     store: Store, name: str, tensors: Sequence[PublishedTensor], before: Published | None, held: Held, clock: Clock
 ) -> tuple[Comparison, Stored | None]:
@@ -247,10 +259,11 @@ def compare(
         try:
             with OldVersion(store, before, held, clock) as old:
                 comparison = Comparison(tensors, old, held)
-                update = store_update(store, name, comparison.changes(), clock)
+                with closing(comparison.changes()) as changes:  # also after an error, which may outlive this call
+                    update = store_update(store, name, changes, clock)
             if comparison.stored_bytes <= _WORTH * comparison.changed_bytes:
                 return comparison, update
-            store.delete_many([f"{records.folder(name)}{update.key}"])
+            discard_update(store, name, update)
             return comparison, None
         except StagedMemoryError:
             raise

@@ -10,13 +10,11 @@ process that dies leaves an update that no record names, which a later publisher
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Manifest, Tensor
-from headrace.checkpoint.publishing import records
-from headrace.checkpoint.publishing.comparison import Comparison, Held, compare
+from headrace.checkpoint.publishing.comparison import Comparison, Held, compare, discard_update
 from headrace.checkpoint.publishing.records import Published, Stored
 from headrace.checkpoint.publishing.source import Choice, PublishedTensor, in_staging, published_tensors
 from headrace.checkpoint.publishing.staged import StagedMemoryError, StagedStep
@@ -24,7 +22,6 @@ from headrace.checkpoint.repository.fetch import Step
 from headrace.checkpoint.restoring.saved_step import SavedStep
 from headrace.checkpoint.saving.arena import StagedCopy, Staging
 from headrace.dataio.core.clock import Clock
-from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
 
@@ -63,9 +60,7 @@ class EarlyComparison:
 
     def discard(self, store: Store) -> None:
         """Delete the update, which no record names."""
-        if self.update is not None:
-            with suppress(HeadraceError):
-                store.delete_many([f"{records.folder(self.name)}{self.update.key}"])
+        discard_update(store, self.name, self.update)
 
 
 def compare_early(

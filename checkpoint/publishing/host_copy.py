@@ -23,7 +23,7 @@ import torch
 
 from headrace.checkpoint.publishing import records
 from headrace.checkpoint.publishing.subscriber import POLL_SECONDS, NewVersion, Prepared, Subscriber
-from headrace.dataio.core.errors import DeadlineError, HeadraceError
+from headrace.dataio.core.errors import DeadlineError
 from headrace.dataio.core.log import get_logger
 
 _CLOSE_SECONDS = 10.0
@@ -40,7 +40,7 @@ class HostCopy:
 
     Attributes:
         tensors (dict[str, torch.Tensor]): The tensors by their published names. Read them only.
-        version (NewVersion | None): The version that they hold; None before the first.
+        version (NewVersion | None): The version that they hold; None before the first, and after a change that failed.
 
     Example:
         >>> import tempfile, torch
@@ -124,11 +124,16 @@ class HostCopy:
     def _commit(self) -> None:
         assert self._prepared is not None
         (version, prepared, tensors), self._prepared = self._prepared, None
-        prepared.commit()
+        try:
+            prepared.commit()
+        finally:
+            if self._subscriber.version is None:
+                self.version = None  # the change failed half-way
         self.version, self.tensors = version, tensors
 
     def _prepare_newest(self) -> None:
-        subscriber, held = self._subscriber, self._prepared[0] if self._prepared else self.version
+        subscriber, prepared = self._subscriber, self._prepared  # read once: `bring_to` may replace it
+        held = prepared[0] if prepared is not None else self.version
         newest = records.newest_number(subscriber.store, subscriber.name)
         if newest is None or (held is not None and held.number == newest):
             return
@@ -145,7 +150,7 @@ class HostCopy:
             try:
                 self._prepare_newest()
                 logged = ""
-            except (HeadraceError, OSError) as error:
+            except Exception as error:  # also of CUDA and of memory: the thread goes on, and `bring_to` raises its own
                 if not self._closing.is_set() and logged != str(error):
                     logged = str(error)
                     _log.warning("the newest version of %s is not prepared: %s", self._subscriber.name, error)

@@ -14,20 +14,20 @@ Invariants:
 
 Failure behaviour: `ConflictError` if another process published the next version first, or if the name belongs to
 another run. A publisher that dies leaves the version before. A version before that cannot be read makes a version without an
-update. A publication that fails leaves no tag, unless it is unknown whether its record was written.
+update. A publication that fails leaves no tag and no update, unless it is unknown whether its record was written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base, this_process
 from headrace.checkpoint.publishing import records
-from headrace.checkpoint.publishing.comparison import Comparison, Held, compare
+from headrace.checkpoint.publishing.comparison import Comparison, Held, compare, discard_update
 from headrace.checkpoint.publishing.early import EarlyComparison, compare_early
-from headrace.checkpoint.publishing.records import Published, Stored
+from headrace.checkpoint.publishing.records import Published, Stored, WithdrawnError
 from headrace.checkpoint.publishing.source import Choice, PublishedTensor, in_staging, published_tensors
 from headrace.checkpoint.publishing.staged import StagedMemoryError, StagedStep
 from headrace.checkpoint.publishing.weights import store_weights
@@ -85,14 +85,17 @@ def publish(
         UsageError: no tensor is selected, or the name is invalid.
     """
     held = held or Held(0)
-    before, number = _newest(store, name)
-    if before is not None and before.run != run and not move:
-        raise ConflictError(
-            f"{name} is published from run {before.run}, not from {run}", hint="give move=True to publish another run"
-        )
-    records.key_of(name, number)
-    tag = records.tag_of(name, number, names.new_id(clock))
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as undo:
+        if early is not None:
+            undo.callback(early.discard, store)
+        before, number = _newest(store, name)
+        if before is not None and before.run != run and not move:
+            raise ConflictError(
+                f"{name} is published from run {before.run}, not from {run}",
+                hint="give move=True to publish another run",
+            )
+        records.key_of(name, number)
+        tag = records.tag_of(name, number, names.new_id(clock))
         with _tag_removed_after_an_error(store, tag):
             tags.tag(store, tag, run, base, clock=clock)
             _after_tag()
@@ -101,9 +104,9 @@ def publish(
             if early is not None and early.is_of(before, prefix, tensors, step):
                 comparison, update = early.comparison, early.update
             else:
-                if early is not None:
-                    early.discard(store)
+                undo.close()
                 comparison, update = _compared(store, name, step, tensors, before, held, staging, clock)
+                undo.callback(discard_update, store, name, update)
             weights = store_weights(store, name, comparison.weights(), clock)
             _after_update()
             record = Published(
@@ -126,7 +129,8 @@ def publish(
                 created=clock.time(),
                 process=this_process(),
             )
-        written = records.write(store, record)  # an error may leave a record, which needs the tag
+        undo.pop_all()  # an error of the next call may leave a record, which needs the tag and the update
+        written = records.write(store, record)
     if written:
         _after_record()
         held.keep(record)
@@ -134,6 +138,7 @@ def publish(
             return record  # otherwise the record of this number had been deleted, and no subscriber reads this one
     else:
         _delete_tag(store, tag)
+        discard_update(store, name, update)
     raise ConflictError(
         f"another process published version {number} of {name} first", hint="publish again for the next version"
     )
@@ -142,14 +147,12 @@ def publish(
 def _newest(store: Store, name: str) -> tuple[Published | None, int]:
     """The newest version, and the number of the next one. A damaged record does not stop the next version."""
     try:
-        before = records.find(store, name)
+        before, number = records.find_numbered(store, name)
+        return before, number + 1  # also after a withdrawal
     except CorruptionError as error:
         number = records.newest_number(store, name) or 0
         _log.warning("the newest version of %s cannot be read, so the next version has no update: %s", name, error)
         return None, number + 1
-    if before is not None:
-        return before, before.number + 1
-    return None, (records.newest_number(store, name) or 0) + 1  # after a withdrawal, numbers go on
 
 
 @contextmanager
@@ -192,18 +195,33 @@ def _compared(
     copy = staging.copy_of(step.base.attempt) if staging is not None else None
     if staging is not None and copy is not None:
         staged = StagedStep(staging, copy)
+        comparison, update = compare(store, name, in_staging(tensors, staged), before, held, clock)
         try:
-            compared = compare(store, name, in_staging(tensors, staged), before, held, clock)
             staged.require_same(step.manifests[0])
-            return compared
+            return comparison, update
         except StagedMemoryError as error:
             _log.error("step %s is read back to publish it: %s", step.base.step, error)
+            discard_update(store, name, update)
     return compare(store, name, tensors, before, held, clock)
 
 
 def _needed(record: Published) -> set[str]:
     """The tag of a version, and the keys of its objects."""
     return {record.tag} | {record.key_of(one) for one in (record.weights, record.update) if one is not None}
+
+
+def _kept(store: Store, newest: Published, numbers: Iterable[int], most: int) -> set[str]:
+    """The tags and objects of the newest `most` versions. A version before a withdrawal needs none."""
+    kept = _needed(newest)
+    for number in sorted(numbers, reverse=True):
+        if number > newest.number - most:
+            try:
+                kept |= _needed(records.read_record(store, newest.name, number))
+            except WithdrawnError:
+                break
+            except (NotFoundError, CorruptionError):
+                continue
+    return kept
 
 
 def _delete_old(store: Store, newest: Published) -> int:
@@ -220,11 +238,7 @@ def _delete_old(store: Store, newest: Published) -> int:
             return max(numbered, default=0)
         orphaned = numbered[newest.number].modified - records.ORPHAN_SECONDS
         old = [info.key for info in others if info.modified < orphaned]
-        kept = _needed(newest)
-        for number in numbered:
-            if number > newest.number - (records.KEPT_VERSIONS if old else 2):
-                with suppress(NotFoundError, CorruptionError):
-                    kept |= _needed(records.read_record(store, newest.name, number))
+        kept = _kept(store, newest, numbered, records.KEPT_VERSIONS if old else 2)
         keys += [key for key in old if key not in kept]
         for tag in tag_records.listed(store):
             of_tag = records.number_of_tag(newest.name, tag)

@@ -185,14 +185,19 @@ def find(store: Store, name: str, known: int | None = None) -> Published | None:
 
     A name that was withdrawn has none.
     """
+    return find_numbered(store, name, known)[0]
+
+
+def find_numbered(store: Store, name: str, known: int | None = None) -> tuple[Published | None, int]:
+    """The version as `find` returns it, and the number of the newest record; 0 if there is no record."""
     for _ in range(_LOOKS):
         number = newest_number(store, name)
         if number is None or number == known:
-            return None
+            return None, number or 0
         try:
-            return read_record(store, name, number)
+            return read_record(store, name, number), number
         except WithdrawnError:
-            return None
+            return None, number
         except NotFoundError:  # the publisher of a newer version deleted it
             continue
     raise TransientError(f"other processes keep publishing {name}", hint="try again")

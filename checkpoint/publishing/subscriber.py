@@ -31,7 +31,7 @@ import torch
 
 from headrace.checkpoint.publishing import records
 from headrace.checkpoint.publishing.changes import OtherContentError, PreparedChanges, from_step, from_updates
-from headrace.checkpoint.publishing.records import Published
+from headrace.checkpoint.publishing.records import Published, WithdrawnError
 from headrace.checkpoint.publishing.targets import Place, Target, targets_of
 from headrace.checkpoint.publishing.updates import Update, stored_bytes
 from headrace.checkpoint.publishing.weights import Weights, load_weights
@@ -192,6 +192,8 @@ class Subscriber:
     def _kept_record(self, number: int, newest: int) -> Published:
         try:
             return records.read_record(self.store, self.name, number)
+        except WithdrawnError:
+            raise
         except NotFoundError as error:
             raise NotFoundError(
                 f"version {number} of {self.name} was removed: version {newest} is the newest",

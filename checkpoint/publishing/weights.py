@@ -18,7 +18,7 @@ import zstandard
 from blake3 import blake3
 
 from headrace.checkpoint.format import names
-from headrace.checkpoint.format.chunking import DIGEST_BYTES, ITEM_BYTES, MAX_DIMENSIONS, Box, whole
+from headrace.checkpoint.format.chunking import DIGEST_BYTES, ITEM_BYTES, MAX_DIMENSIONS, MAX_TENSOR_BYTES, Box, whole
 from headrace.checkpoint.publishing.records import Published, Stored, folder
 from headrace.dataio.core.clock import Clock
 from headrace.dataio.core.errors import CapacityError, CorruptionError
@@ -137,6 +137,8 @@ def decode_weights(data: bytes, key: str) -> Weights:
             and len(tensor.name) <= _MAX_NAME
             and tensor.dtype in ITEM_BYTES
             and all(side >= 0 for side in tensor.shape)
+            and math.prod(side or 1 for side in tensor.shape)
+            <= MAX_TENSOR_BYTES  # PyTorch refuses more, also with a side of 0
             and len(tensor.digests) == tensor.blocks * DIGEST_BYTES
         )
         if not valid:

@@ -3,12 +3,14 @@
 | | written | a crash after it leaves |
 |---|---|---|
 | 1 | a record with the next number, which withdraws the name | the name without a version, and objects that nothing needs |
-| 2 | tags, tables, updates and older records are deleted | some of them; another withdrawal or the next publisher deletes them |
+| 2 | tags, tables and updates are deleted | some of them; another withdrawal or the next publisher deletes them |
 
 Invariants:
 
 - The record is written with `put_if_absent`, as those of versions are. So a publisher of the same number gets a
   `ConflictError`, and a late request of an older one changes nothing. The next publisher uses the number after it.
+- The newest `KEPT_VERSIONS` records stay. Otherwise a slow publisher could write the record of a number that was deleted:
+  it would report a version that no subscriber sees, and one number would name two versions.
 - Objects of a publisher that began after the record are kept: those are younger, and their tags have higher numbers.
 
 Failure behaviour: `NotFoundError` if the name has no record. `ConflictError` if a version was published meanwhile. A
@@ -40,7 +42,7 @@ class Withdrawal:
         number: The number of the record that withdraws it.
         version: The newest version; None if its record is damaged, or withdraws the name.
         is_withdrawn: Whether the name was withdrawn before, so that only leftovers are deleted.
-        objects: The records, tables and updates to delete.
+        objects: The tables, updates and old records to delete.
         tags: The tags to delete. Their steps stay until retention removes them.
     """
 
@@ -82,7 +84,7 @@ def plan(store: Store, name: str) -> Withdrawal:
     except CorruptionError:
         pass
     number = newest if is_withdrawn else newest + 1
-    objects = [info for at, info in numbered.items() if at < number]
+    objects = [info for at, info in numbered.items() if at <= number - records.KEPT_VERSIONS]
     return Withdrawal(name, number, version, is_withdrawn, (*objects, *others), _tags(store, name, number))
 
 

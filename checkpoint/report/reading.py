@@ -23,7 +23,7 @@ from itertools import islice, zip_longest
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import StepName, Timeline
 from headrace.checkpoint.publishing import records
-from headrace.checkpoint.publishing.records import TAG_PREFIX, Published
+from headrace.checkpoint.publishing.records import TAG_PREFIX, Published, WithdrawnError
 from headrace.checkpoint.repository import commit, survey, tag_records, timeline
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.inventory import many
@@ -252,6 +252,8 @@ def _published(store: Store, runs: set[str], problems: list[Problem]) -> list[Ve
         for number in numbers[:MOST_VERSIONS]:
             try:
                 newest.append(records.read_record(store, name, number))
+            except WithdrawnError:  # older versions ended with it
+                break
             except NotFoundError:  # its publisher deleted it
                 continue
             except CorruptionError as error:

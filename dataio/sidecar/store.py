@@ -120,6 +120,7 @@ class SidecarStore(Wrapper):
         size = self._ask(key, [(0, memoryview(b""))])
         if size is not None and size <= max_bytes:
             data = bytearray(size)
+            self._thread.remember(key)  # also of an empty object, of which no bytes are read
             if not self._fill(key, [(0, memoryview(data))]):
                 return bytes(data)
         self._read_directly(key, 0)

@@ -1,7 +1,8 @@
 """Random histories of a published name in virtual time: the real publisher, subscriber, tags and collection.
 
 One seed draws everything: how many publishers and subscribers there are, which processes are killed or stopped and when,
-and which requests are refused, lost, late or doubled.
+and which requests are refused, lost, late or doubled. A publisher of the trainer compares saves in staging memory, before or
+after their commit, while the next save may take the memory.
 
 Promises that `PublishingHistory.run` checks:
 
@@ -9,11 +10,13 @@ Promises that `PublishingHistory.run` checks:
 - The versions that a subscriber sees have ascending numbers.
 - A version whose publication was reported exists, or a newer one does, or the name was withdrawn after it. The newest
   version can be read at the end, although a collector removed what the policy does not keep.
+- One number is that of one version. Of two publications with one number, one fails.
 - Every wait ends.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 
@@ -21,6 +24,7 @@ import numpy as np
 import torch
 
 from headrace.checkpoint.format import names
+from headrace.checkpoint.format.chunking import TensorSpec, lay_out, whole
 from headrace.checkpoint.format.documents import Base, Repo, encode
 from headrace.checkpoint.publishing import changes, comparison, publisher, records, source, withdrawal
 from headrace.checkpoint.publishing.source import Choice
@@ -28,13 +32,14 @@ from headrace.checkpoint.publishing.subscriber import Subscriber
 from headrace.checkpoint.repository import collect, fetch, inventory, lease
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.retention import Keep
+from headrace.checkpoint.saving.arena import StagedCopy, Staging
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError
 from headrace.dataio.core.limits import KIB
 from headrace.dataio.testing.simulation.scheduler import Process, Simulation
 from headrace.dataio.testing.simulation.store import Bucket, Faults, SimulatedStore
 from headrace.dataio.testing.simulation.threads import patched
 from tests.simulation.history import BrokenPromiseError
-from tests.support.checkpoint_states import RUN, begin, make, save
+from tests.support.checkpoint_states import RUN, Made, begin, make, save
 
 NAME = "policy"
 LIMIT = 48 * 3600.0
@@ -62,6 +67,7 @@ class PublishingJournal:
     paused: int = 0
     removed: int = 0
     withdrawn: int = 0
+    early: int = 0
     left_records: int = 0
 
 
@@ -76,6 +82,8 @@ class PublishingHistory:
         self.bucket = Bucket(self.simulation, latency=0.02, faults=faults)
         self.store, self.clock = SimulatedStore(self.bucket), self.simulation.clock
         self.journal, self.over = PublishingJournal(), False
+        self.staging, self.staged = Staging(), ""
+        self.saved: dict[str, Base | None] = {}
         self._target = self.draw.choice(TARGETS)
         self.bucket.watch = self._strike
 
@@ -88,6 +96,7 @@ class PublishingHistory:
             self.bucket.faults = Faults()
             self.simulation.start(self._judge, process=Process("judge"))
             self._run_all()
+        self.staging.close()
         return self.journal
 
     def _run_all(self) -> None:
@@ -101,7 +110,8 @@ class PublishingHistory:
         for name, work, count in (
             ("collector", self._collector, self.draw.choice((0, 1))),
             ("withdrawer", self._withdrawer, self.draw.choice((0, 0, 1))),
-            ("publisher", self._publisher, self.draw.choice((1, 1, 2))),
+            ("publisher", self._publisher, self.draw.choice((0, 1, 1, 2))),
+            ("staged publisher", self._staged_publisher, self.draw.choice((0, 1, 1))),
             ("subscriber", self._subscriber, self.draw.choice((1, 2))),
         ):
             for number in range(count):
@@ -126,11 +136,24 @@ class PublishingHistory:
             state = {"frozen": bytes(5000), "weights": bytes(weights), "step": bytes([step])}
             made = make(self.store, state, step=step, number=number)
             self.journal.contents[made.plan.attempt] = state
+            self._stage(made, state)
+            self.saved[made.plan.attempt] = None
+            self.simulation.sleep(self.draw.choice((0.0, 3.0)))
             try:
-                save(self.store, made, clock=self.clock)
+                self.saved[made.plan.attempt] = save(self.store, made, clock=self.clock)
             except HeadraceError:
                 continue
             self.simulation.sleep(self.draw.uniform(1, 40))
+
+    def _stage(self, made: Made, state: dict[str, bytes]) -> None:
+        """Take the staging memory from the save before, and copy the state into it."""
+        specs = [TensorSpec(name, "uint8", whole((len(data),))) for name, data in state.items()]
+        layout, attempt = lay_out(specs), made.plan.attempt
+        arena = self.staging.take(layout, 1.0)
+        arena.bytes[: len(made.arena)] = made.arena
+        self.staging.set_copy(StagedCopy(attempt, made.plan.tree, tuple(specs), layout))
+        self.staging.give_back()
+        self.staged = attempt
 
     def _publisher(self) -> None:
         held = self.draw.choice((None, comparison.Held()))
@@ -144,7 +167,47 @@ class PublishingHistory:
                 version = publisher.publish(self.store, NAME, RUN, base, Choice(), held=held, clock=self.clock)
             except HeadraceError:
                 continue
-            self.journal.published.append(version.number)
+            self._report(version)
+
+    def _staged_publisher(self) -> None:
+        """Compare the newest save in staging memory, and publish it after its commit, if it was committed."""
+        held, last = comparison.Held(), ""
+        while not self.over:
+            self.simulation.sleep(self.draw.uniform(0, 2))
+            if self.staged == last:
+                continue
+            last, compared = self.staged, None
+            with suppress(HeadraceError):
+                compared = publisher.begin(self.store, NAME, Choice(), last, self.staging, held, self.clock)
+            self.simulation.sleep(self.draw.choice((0.0, 5.0, 60.0)))
+            base = self.saved[last]
+            if base is None:  # the save failed, or takes longer than the publisher waits
+                if compared is not None:
+                    compared.discard(self.store)
+                continue
+            try:
+                version = publisher.publish(
+                    self.store,
+                    NAME,
+                    RUN,
+                    base,
+                    Choice(),
+                    held=held,
+                    staging=self.staging,
+                    early=compared,
+                    clock=self.clock,
+                )
+            except HeadraceError:
+                continue
+            self._report(version)
+            self.journal.early += (
+                compared is not None and version.update is not None and version.update == compared.update
+            )
+
+    def _report(self, version: records.Published) -> None:
+        if version.number in self.journal.published:
+            raise BrokenPromiseError(f"two publications of version {version.number} were reported")
+        self.journal.published.append(version.number)
 
     def _collector(self) -> None:
         while not self.over:

@@ -17,5 +17,6 @@ def test_no_history_of_a_published_name_breaks_a_promise() -> None:
     assert sum(journal.paused for journal in journals) > 3
     assert sum(journal.removed for journal in journals) > 10
     assert sum(journal.left_records for journal in journals) > 3
+    assert sum(journal.early for journal in journals) > 10
     assert sum(journal.withdrawn for journal in journals) > 3
     assert sum(len(journal.published) for journal in journals) > HISTORIES

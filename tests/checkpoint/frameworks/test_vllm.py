@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -219,7 +220,7 @@ def test_a_version_that_is_not_published_is_waited_for_so_long(
 def test_requests_that_cannot_be_meant_are_refused(worker: Worker, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="follows no published name"):
         worker.engine.start_weight_update()
-    for wrong in ({"url": ""}, {"changed_only": 1}, {"name": "../x"}, {"poll": 0}):
+    for wrong in ({"url": ""}, {"changed_only": 1}, {"name": "../x"}, {"poll": 0}, {"poll": math.inf}, {"poll": "1"}):
         with pytest.raises(UsageError):
             worker.init(**({"url": tmp_path} | wrong))
     with pytest.raises(ValueError, match="Invalid init_info"):

@@ -96,3 +96,25 @@ def test_close_does_not_wait_for_a_store_that_hangs(tmp_path: Path, monkeypatch:
         assert time.monotonic() - began < 10
     finally:
         go.set()
+
+
+def test_close_cancels_what_waits_also_if_a_save_is_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(publisher, "publish", lambda *_, **__: go.wait(20))
+    checkpointer = Checkpointer(tmp_path, run="r", sidecar=None)
+    checkpointer.save(1, {"model": {"a": torch.ones(3)}}).result(60)
+    running, waiting = checkpointer.publish("policy", 1), checkpointer.publish("policy", 1)
+
+    def late(_: float) -> None:
+        raise DeadlineError("a save is still in flight")
+
+    monkeypatch.setattr(checkpointer._saves, "wait_for_all", late)
+    try:
+        with pytest.raises(DeadlineError, match="a save is still in flight"):
+            checkpointer.close(timeout=0.3)
+        assert running is not None
+        assert waiting is not None
+        assert waiting.cancelled()
+        assert not running.done()
+    finally:
+        go.set()

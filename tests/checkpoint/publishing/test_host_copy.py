@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer, Subscriber
-from headrace.checkpoint.publishing import records
+from headrace.checkpoint.publishing import changes, records
 from headrace.checkpoint.publishing.host_copy import HostCopy
 from headrace.dataio.core.errors import DeadlineError, NotFoundError, UsageError
 from tests.checkpoint.publishing.conftest import Trainer, same
@@ -102,3 +103,64 @@ def test_a_subscriber_waits_for_one_number(trainer: Trainer, monkeypatch: pytest
             subscriber.at(1, 1)
     with pytest.raises(UsageError, match="closed"):
         subscriber.at(5)
+
+
+def test_an_error_of_any_kind_does_not_end_the_background_thread(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, errors = HostCopy._prepare_newest, [RuntimeError("CUDA out of memory"), MemoryError("no memory")]
+
+    def fail(copy: HostCopy) -> None:
+        if errors:
+            raise errors.pop()
+        real(copy)
+
+    monkeypatch.setattr(HostCopy, "_prepare_newest", fail)
+    trainer.next_version()
+    with HostCopy(Subscriber(trainer.url, "policy", poll=0.01), poll=0.01) as copy:
+        copy.follow()
+        wait_for(lambda: copy.version is not None)
+    assert not errors
+    assert "CUDA out of memory" in caplog.text
+    assert "no memory" in caplog.text
+
+
+def test_a_change_that_is_interrupted_leaves_no_version(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer.next_version()
+    trainer.next_version()
+    with HostCopy(Subscriber(trainer.url, "policy")) as copy:
+        copy.bring_to(1, 10)
+
+        def interrupt(_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(changes.PreparedChanges, "commit", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                copy.bring_to(2, 10)
+        assert copy.version is None
+        copy.bring_to(2, 10)
+        assert same(copy.tensors, trainer.weights[2])
+
+
+def test_a_request_may_replace_what_the_background_thread_looks_at(trainer: Trainer) -> None:
+    """The background thread looks at the prepared version twice. It is gone at the second look."""
+
+    class Racing(HostCopy):
+        looks = 0
+
+        @property
+        def _prepared(self) -> Any:
+            self.looks += 1
+            return self._value if self.looks == 1 else None
+
+        @_prepared.setter
+        def _prepared(self, value: Any) -> None:
+            self._value = value
+
+    trainer.next_version()
+    with Racing(Subscriber(trainer.url, "policy")) as copy:
+        version = copy._subscriber.at(1, 10)
+        copy._prepared, copy.looks = (version, None, {}), 0
+        copy._prepare_newest()
+        assert copy.looks == 1

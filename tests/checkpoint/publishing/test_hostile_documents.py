@@ -99,6 +99,7 @@ def refused(work: Callable[[], object], limit: int) -> None:
         b"\x91\xdd\x00\x40\x00\x00" + b"\x94\xa0\xa0\x90\xc4\x00" * (4 << 20),  # 4 million tensors
         b"\x91\x91\x94\xa1a\xa5uint8\xdd\x00\x40\x00\x00" + bytes(4 << 20) + b"\xc4\x00",  # 4 million dimensions
         msgspec.msgpack.encode(Weights((TensorBlocks("a", "uint8", (1 << 62,) * 64, b""),))),
+        msgspec.msgpack.encode(Weights((TensorBlocks("a", "uint8", (0, 1 << 40, 1 << 40), b""),))),
         msgspec.msgpack.encode(Weights((TensorBlocks("a", "uint8", (-1, -5), bytes(32)),))),
         msgspec.msgpack.encode(Weights((TensorBlocks("a", "object", (1,), bytes(32)),))),
         msgspec.msgpack.encode(Weights((TensorBlocks("", "uint8", (1,), bytes(32)),))),

@@ -17,7 +17,7 @@ from headrace.checkpoint.publishing import background, comparison, early, staged
 from headrace.checkpoint.publishing.records import Published
 from headrace.checkpoint.restoring import chunk_reader
 from headrace.checkpoint.saving.arena import Staging
-from headrace.dataio.core.errors import CapacityError
+from headrace.dataio.core.errors import CapacityError, ConflictError
 from tests.checkpoint.publishing.conftest import Trainer, empty_like, same
 
 
@@ -180,3 +180,39 @@ def test_a_failed_save_leaves_no_update(trainer: Trainer, monkeypatch: pytest.Mo
     with Subscriber(trainer.url, "policy") as subscriber:
         subscriber.wait(10).apply(held)
     assert same(held, trainer.weights[3])
+
+
+def test_a_publication_that_is_refused_leaves_no_update(trainer: Trainer) -> None:
+    """The name belongs to another run, which the early comparison does not ask."""
+    other = Trainer(trainer.url, "other")
+    with other.checkpointer:
+        publish(other, by_handle=True)
+        with pytest.raises(ConflictError, match="published from run other"):
+            publish(trainer, by_handle=True)
+        assert updates(trainer) == 0
+
+
+def test_an_update_from_damaged_staging_memory_is_deleted(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(trainer, by_handle=False)
+
+    def refuse(*_: object) -> None:
+        raise staged.StagedMemoryError("it holds other bytes")
+
+    monkeypatch.setattr(staged.StagedStep, "require_same", refuse)
+    assert publish(trainer, by_handle=False).update is not None
+    assert updates(trainer) == 1
+
+
+def test_other_names_do_not_add_memory(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that publishes each step under a name of its own holds the weights of the newest name only."""
+    monkeypatch.setattr(background, "HELD_BYTES", 1000)
+    trainer.train()
+    step = trainer.save()
+    for number in range(3):
+        future = trainer.checkpointer.publish(f"policy-{number}", step)
+        assert future is not None
+        future.result(60)
+    publisher = trainer.checkpointer._publisher
+    assert publisher is not None
+    assert list(publisher._held) == ["policy-2"]
+    assert publisher._held_of("policy-2").nbytes > 1000

@@ -21,7 +21,8 @@ from headrace.checkpoint.publishing.records import Published
 from headrace.checkpoint.publishing.source import Choice
 from headrace.checkpoint.repository import steps
 from headrace.checkpoint.state.tensors import as_bits
-from headrace.dataio.core.errors import ConflictError, CorruptionError, UsageError
+from headrace.dataio.core.clock import SYSTEM_CLOCK
+from headrace.dataio.core.errors import ConflictError, CorruptionError, TransientError, UsageError
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
@@ -575,3 +576,53 @@ def test_threads_share_a_subscriber(versions: Versions) -> None:
             while following.version != number + 1:
                 list(pool.map(lambda _: follow(), range(4)))
             assert torch.equal(held["a"], state)
+
+
+def test_a_table_with_more_blocks_than_its_step_does_not_stop_the_next_version(versions: Versions) -> None:
+    """The table of the version before names a tensor of two blocks, which has one in the step."""
+    first, second = torch.zeros(1000), torch.ones(1 << 19)
+    record = versions.publish({"w": first})
+    form = weights.TensorBlocks("w", "float32", (1 << 19,), bytes(64))
+    table = weights.store_weights(versions.store, "policy", weights.Weights((form,)), SYSTEM_CLOCK)
+    versions.rewrite(msgspec.structs.replace(record, weights=table))
+    after = versions.publish({"w": second})
+    with Subscriber(versions.directory, "policy", sidecar=None) as subscriber:
+        subscriber.wait(10).apply(held := {"w": torch.zeros(1 << 19)})
+    assert (after.number, torch.equal(held["w"], second)) == (2, True)
+
+
+def test_no_thread_compares_after_the_upload_of_the_update_has_failed(
+    versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error, which a future may keep for long, holds no threads and no memory of weights."""
+    held, state = Held(), {"w": torch.zeros(1 << 20)}
+    versions.publish(state, held=held)
+    first = versions.save({"w": torch.ones(1 << 20)})
+
+    def fail(_: str, parts: Iterable[bytes]) -> int:
+        next(iter(parts))
+        raise TransientError("the store is gone")
+
+    monkeypatch.setattr(versions.store, "put_multipart", fail)
+    with pytest.raises(TransientError) as kept:
+        versions.publish(step=first, held=held)
+    assert kept.value.__traceback__ is not None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("headrace-publish_")]
+
+
+def test_an_update_that_is_of_no_use_and_cannot_be_deleted_stops_no_version(
+    versions: Versions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions.publish({"w": torch.zeros(4000)})
+    tried, delete = list[str](), versions.store.delete_many
+
+    def fail(keys: Iterable[str]) -> None:
+        for key in (listed := list(keys)):
+            if "/update-" in key:
+                tried.append(key)
+                raise TransientError("the store is gone")
+        delete(listed)
+
+    monkeypatch.setattr(versions.store, "delete_many", fail)
+    record = versions.publish({"w": torch.randn(4000)})  # no element is the same, so the update is as large as the step
+    assert (record.number, record.update, len(tried)) == (2, None, 1)

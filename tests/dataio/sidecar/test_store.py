@@ -144,6 +144,17 @@ def test_a_cache_without_room_is_bypassed(tmp_path: Path, direct: Counted, shard
         daemon.stop()
 
 
+def test_a_daemon_that_calls_an_object_empty_is_not_believed_twice(
+    direct: Counted, shared: SidecarStore, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SidecarStore, "_ask", lambda *_: 0)
+    key = "shards/1.tar"
+    assert shared.get(key) == b""
+    assert shared.invalidate(key), "the digest of no bytes is wrong"
+    assert shared.get(key) == shards[key]
+    assert not shared.invalidate(key), "the store has no other copy"
+
+
 def test_a_reader_of_wrong_bytes_gets_those_of_the_store(
     daemon: RunningDaemon,
     direct: Counted,
