@@ -239,7 +239,7 @@ class _LimitedFile:
 def _records(label: str, file: BinaryIO, size: int, limit: int | None = None) -> dict[int, int]:
     """Check an archive before torch reads it. Returns the sizes of its records by their first bytes."""
     try:
-        with zipfile.ZipFile(_LimitedFile(file, limit or _MAX_STRUCTURE)) as archive:  # type: ignore[arg-type]  # all that it uses
+        with zipfile.ZipFile(_LimitedFile(file, limit or _MAX_STRUCTURE)) as archive:
             infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
             if len(infos) != len(archive.infolist()):
                 raise CorruptionError(f"{label} has two records of one name", hint=_DAMAGED_HINT)

@@ -62,16 +62,26 @@ def examine(
     Returns:
         The findings and a verdict. If the address is invalid, one finding says so.
     """
-    try:
-        opened = open_store(url)
-    except HeadraceError as error:
-        found = [Finding("address", "error", error.message, error.hint)]
-        return Examined(redact(url), findings=found, verdict="it cannot be opened", error=error)
+    opened = _opened(url)
+    if isinstance(opened, Examined):
+        return opened
     with opened as store, _no_new_folders(store.location.url):
         examined = Examined(store.location.url, str(store.location.options.get("endpoint_url") or ""))
         _examine(store, examined, rounds, writers, started or (lambda _done, _total: None))
         examined.verdict = _verdict(examined)
     return examined
+
+
+def _opened(url: str) -> Store | Examined:
+    """The store, or the result if it cannot be opened. A path on a dead mount does not answer."""
+    stores, refused = list[Store](), Examined(redact(url), verdict="it cannot be opened")
+
+    def opening() -> tuple[Finding, ...]:
+        stores.append(open_store(url))
+        return (Finding("address", "ok"),)
+
+    refused.findings = _bounded("address", opening, refused)
+    return stores[0] if refused.error is None else refused
 
 
 def _examine(store: Store, examined: Examined, rounds: int, writers: int, started: Callable[[int, int], None]) -> None:
@@ -89,7 +99,7 @@ def _examine(store: Store, examined: Examined, rounds: int, writers: int, starte
             if examined.error is not None:
                 return
     finally:
-        _clear(store, scratch)
+        run("clean-up", lambda: _clear(store, scratch), STEP_SECONDS)
 
 
 def _bounded(name: str, step: Callable[[], tuple[Finding, ...]], examined: Examined) -> list[Finding]:
@@ -218,12 +228,13 @@ def _race_writers(store: Store, scratch: str, writers: int, rounds: int) -> tupl
     return (Finding(name, "ok", f"exactly one winner in each of {rounds} races"),)
 
 
-def _clear(store: Store, scratch: str) -> None:
+def _clear(store: Store, scratch: str) -> tuple[Finding, ...]:
     """Delete the objects of a failed check. An error here must not hide the check's own error."""
     try:
         store.delete_many([info.key for info in store.list(scratch)])
     except HeadraceError:
-        return
+        return ()
+    return ()
 
 
 def _verdict(examined: Examined) -> str:

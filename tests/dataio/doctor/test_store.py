@@ -106,6 +106,32 @@ def test_a_store_that_does_not_answer_ends_the_checks_in_time(
     assert report["error"]["code"] == "transient"
 
 
+@pytest.mark.parametrize("function", ["open_store", "_clear"])
+def test_a_mount_that_does_not_answer_ends_the_command_in_time(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hangs, called, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(*_: object) -> tuple[Finding, ...]:
+        called.set()
+        if not hangs.wait(30):
+            ended.set()
+        return ()
+
+    monkeypatch.setattr(doctor_store, function, hang)
+    monkeypatch.setattr(doctor_store, "_STEPS", [("write and read", lambda *_: (Finding("write and read", "ok"),))])
+    monkeypatch.setattr(doctor_store, "STEP_SECONDS", 5.0)
+    try:
+        code = main(["doctor", str(tmp_path), *ONLY, "--json"])
+        assert called.is_set()
+        assert not ended.is_set(), "the command did not wait for it"
+    finally:
+        hangs.set()
+    report = json.loads(capsys.readouterr().out)["store"]
+    expected = (3, "it cannot be opened") if function == "open_store" else (0, report["verdict"])
+    assert (code, report["verdict"]) == expected
+
+
 @pytest.mark.parametrize(
     ("difference", "severity"),
     [
