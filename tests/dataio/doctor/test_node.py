@@ -399,7 +399,7 @@ def test_the_support_table_is_that_of_the_project_and_of_the_page() -> None:
     ]
     least = dict(re.findall(r"(?m)^([\w-]+)(?:\[\w+\])?>=([\d.]+)", "\n".join(required)))
     tested = dict(re.findall(r"(?m)^([\w-]+)==([\d.]+)", (ROOT / "constraints.txt").read_text()))
-    page = (ROOT / "docs" / "compatibility.md").read_text()
+    page = (ROOT / "docs" / "reference" / "compatibility.md").read_text()
     for name, (lowest, used) in software.SUPPORT.items():
         assert least[name] == lowest, name
         assert tested[name] == used, name
