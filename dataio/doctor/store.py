@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, TransientError, UnsupportedError
+from headrace.dataio.core.imports import naming_extras
 from headrace.dataio.core.redact import redact
 from headrace.dataio.doctor.findings import Finding, run
 from headrace.dataio.store.base import Store
@@ -105,7 +106,8 @@ def _examine(store: Store, examined: Examined, rounds: int, writers: int, starte
 def _bounded(name: str, step: Callable[[], tuple[Finding, ...]], examined: Examined) -> list[Finding]:
     def checked() -> tuple[Finding, ...]:
         try:
-            return step()
+            with naming_extras():
+                return step()
         except HeadraceError as error:
             examined.error = error
             raise
