@@ -4,7 +4,7 @@
 
 The first start indexes the files. Every later start continues after the last saved step, with the next batch. Images
 and videos are in one order: images are clips of one frame. The text next to a file, `clip.txt`, conditions the model.
-Several ranks: `torchrun --nproc-per-node 2 examples/diffusion_transformer.py …`.
+Several ranks: `torchrun --standalone --nproc-per-node 2 examples/diffusion_transformer.py …`.
 """
 
 from __future__ import annotations

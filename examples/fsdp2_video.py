@@ -1,7 +1,7 @@
 """Train a video model on several ranks with FSDP2: bfloat16, clips of several shapes, and an average of the weights.
 
     headrace index 's3://bucket/raw/**/*.mp4' s3://bucket/dataset
-    torchrun --nproc-per-node 4 examples/fsdp2_video.py s3://bucket/dataset s3://bucket/runs
+    torchrun --standalone --nproc-per-node 4 examples/fsdp2_video.py s3://bucket/dataset s3://bucket/runs
 
 Stop it whenever you like, also with `kill -9`, and start it with another number of ranks. It continues after the last
 saved step, with the same global batches. The model learns to predict the next frame.
