@@ -35,6 +35,7 @@ _SIZE = os.environ.get("HEADRACE_BENCH_CHECKPOINT_MIB", "256") + "MiB"
 _SECONDS = 600.0
 METRICS = {
     "state_mib": Metric("state MiB", "MiB"),
+    "copy_s": Metric("one copy in memory s", "s"),
     "first_stall_s": Metric("first: stall s", "s"),
     "first_durable_s": Metric("durable s", "s", group="first save"),
     "first_mib": Metric("written MiB", "MiB", group="first save"),
@@ -134,6 +135,7 @@ def _shown(part: Part) -> list[str]:
     "checkpoint",
     "Saves and restores, compared with torch.save, safetensors, torch.distributed.checkpoint and others.",
     argument("--size", default=_SIZE, help="state, about (default: %(default)s)"),
+    argument("--tensors", type=positive_int, default=0, help="instead, this many tensors of 1 KiB, with one rank"),
     argument("--ranks", type=positive_int, default=1, help="processes, by FSDP2 over gloo (default: %(default)s)"),
     argument("--on", default="disk", help=f"of {', '.join(PLACES)}; several by commas (default: %(default)s)"),
     argument(
@@ -153,11 +155,14 @@ def checkpoint(job: Job, part: Part) -> None:
     places, mib = _places(args.on), parse_bytes(args.size) // MIB
     if mib < 8:
         raise UsageError("there must be at least 8 MiB of state", hint="give --size 64MiB or more")
+    if args.tensors and (args.ranks > 1 or args.lora):
+        raise UsageError("--tensors is for one rank without LoRA", hint="leave out --ranks and --lora")
     chosen = args.only or (list(ENTRIES) if args.all else list(SHORT))
     missing: dict[str, str] = {}
     ranks = f", {args.ranks} ranks" if args.ranks > 1 else ""
-    part.title = f"Checkpoint: about {mib} MiB of training state{ranks}"
-    part.settings = {"mib": mib, "ranks": args.ranks, "on": places, "missing": missing}
+    what = f"{args.tensors} tensors of 1 KiB" if args.tensors else f"about {mib} MiB of training state"
+    part.title = f"Checkpoint: {what}{ranks}"
+    part.settings = {"mib": mib, "ranks": args.ranks, "tensors": args.tensors, "on": places, "missing": missing}
     part.against = "dcp.async_save" if len(places) == 1 else f"{places[0]}: dcp.async_save"
     part.metrics = METRICS
     candidates: list[Candidate] = []
@@ -171,7 +176,9 @@ def checkpoint(job: Job, part: Part) -> None:
                     missing[f"{place}: {name}"] = why
                     continue
                 function = "headrace.bench.workloads.checkpoint_worker:measure_in_process"
-                candidates.append(Candidate(label, function, (name, where, mib, args.ranks, args.steps, args.lora)))
+                candidates.append(
+                    Candidate(label, function, (name, where, mib, args.ranks, args.steps, args.lora, args.tensors))
+                )
         alternate(candidates, job.rounds, job.progress, part.candidates, seconds=_SECONDS)
     part.notes = [f"left out: {name} ({why})" for name, why in missing.items()] if args.all else []
 

@@ -49,9 +49,9 @@ from torch.distributed.tensor import DTensor
 from headrace.bench.core.measure import Meter, children, command_of, memory_kib
 from headrace.bench.peers.checkpointers import SECONDS, Built
 from headrace.bench.workloads.checkpoint import ENTRIES
-from headrace.bench.workloads.training import State, Training
+from headrace.bench.workloads.training import ManyTensors, State, Training
 
-Build = Callable[[str, Training], Built]
+Build = Callable[[str, Any], Built]
 Figures = dict[str, float]
 
 
@@ -59,7 +59,7 @@ Figures = dict[str, float]
 class Job:
     """The measurements of a candidate. `steps` is the number of steps before the third save; 0 for no such save.
 
-    `lora` adds a LoRA run.
+    `lora` adds a LoRA run. `tensors` is the number of tensors of 1 KiB that are saved instead; 0 for the transformer.
     """
 
     build: Build
@@ -68,6 +68,7 @@ class Job:
     ranks: int
     steps: int
     lora: bool
+    tensors: int
 
 
 def measure(job: Job) -> Figures:
@@ -75,13 +76,15 @@ def measure(job: Job) -> Figures:
     if _first_rank():
         empty(job.where)
     _barrier()
-    training, meter = Training(job.mib, job.ranks), Meter()
+    training = ManyTensors(job.tensors) if job.tensors else Training(job.mib, job.ranks)
+    meter = Meter()
     quiet = _seconds_of_a_step(training)
     built = job.build(job.where, training)
     training.guard = built.guard
     built.warm_up()
     training.step()
-    out: Figures = {"state_mib": sum(t.nbytes for t in training.state().values()) / 2**20}
+    nbytes = sum(tensor.nbytes for tensor in training.state().values())
+    out: Figures = {"state_mib": nbytes / 2**20, "copy_s": _seconds_of_a_copy(nbytes)}
     _reset_peak()
     before = memory_kib("VmRSS")
     out |= _keys("first", _save(job, built, training), "stall_s", "durable_s", "mib")
@@ -100,7 +103,7 @@ def measure(job: Job) -> Figures:
     expected = {name: tensor.detach().clone() for name, tensor in training.state().items()}
     out |= _keys("frozen", _save(job, built, training), "durable_s", "mib")
     out |= _restores(job, built, expected)
-    if job.lora:
+    if job.lora and isinstance(training, Training):
         training.to_lora()
         _save(job, built, training)
         training.step()
@@ -113,7 +116,7 @@ def _keys(prefix: str, figures: Mapping[str, float], *keys: str) -> Figures:
     return {f"{prefix}_{key}": figures[key] for key in keys}
 
 
-def _save(job: Job, built: Built, training: Training) -> Figures:
+def _save(job: Job, built: Built, training: Training | ManyTensors) -> Figures:
     """Save, and train until the state is durable."""
     before = stored_bytes(job.where)
     values, results = training.state(), list[object]()
@@ -194,13 +197,23 @@ def _require_equal(restored: State, expected: State) -> None:
             raise AssertionError(f"{name} was restored as something else")
 
 
-def _seconds_of_a_step(training: Training) -> float:
+def _seconds_of_a_step(training: Training | ManyTensors) -> float:
     seconds = []
     for _ in range(5):
         began = time.perf_counter()
         training.step()
         seconds.append(time.perf_counter() - began)
     return sorted(seconds)[2]
+
+
+def _seconds_of_a_copy(nbytes: int) -> float:
+    """Return the seconds in which one thread copies this many bytes in memory."""
+    source, target, seconds = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8), []
+    for _ in range(3):
+        began = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - began)
+    return sorted(seconds)[1]
 
 
 # --- ranks
@@ -309,14 +322,16 @@ _RENDEZVOUS = "HEADRACE_BENCH_RENDEZVOUS"
 _PR_SET_PDEATHSIG = 1
 
 
-def measure_in_process(name: str, where: str, mib: int, ranks: int, steps: int, lora: bool) -> Figures:
+def measure_in_process(
+    name: str, where: str, mib: int, ranks: int, steps: int, lora: bool, tensors: int = 0
+) -> Figures:
     """Measure the candidate `name`, in its own process. With several ranks, it starts their processes."""
     if ranks > 1 and _RENDEZVOUS not in os.environ:
-        return _start_ranks((name, where, mib, ranks, steps, lora), ranks)
+        return _start_ranks((name, where, mib, ranks, steps, lora, tensors), ranks)
     entry = ENTRIES[name]
     checkpointers: Any = importlib.import_module("headrace.bench.peers.checkpointers")
     build = partial(getattr(checkpointers, entry.build), **entry.options)
-    job = Job(build=build, where=where, mib=mib, ranks=ranks, steps=steps, lora=lora)
+    job = Job(build=build, where=where, mib=mib, ranks=ranks, steps=steps, lora=lora, tensors=tensors)
     if ranks == 1:
         return measure(job)
     _join_ranks()

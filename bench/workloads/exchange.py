@@ -3,10 +3,11 @@
 - Exports: a safetensors file, compared with `safetensors.torch.save_file` of tensors in memory, and a torch file, compared
   with `dcp_to_torch_save`, which also reads a checkpoint and writes a file.
 - Import: a safetensors file becomes a step. The peer loads the file and saves it by `torch.distributed.checkpoint`.
-- Copy: a step goes to another folder. The peer is `rclone copy` of the same objects. Without the program it is left out.
+- Copy: a step goes to another folder, and into a bucket of an S3 server on this machine. The peers are `rclone copy` and
+  `s5cmd cp` of the same objects. A program that is not installed is left out.
 
 Ours read verified bytes and end when their files are synced to the disk. The time of a peer ends in the same way: after
-it has returned, its files are synced. *Returned* is the time before that.
+it has returned, its files are synced. *Returned* is the time before that. The server of a bucket syncs nothing.
 
 Invariant: every candidate runs in its own process, and its output is deleted before the next one. At most four times the
 bytes of the step are on the disk.
@@ -15,6 +16,7 @@ Failure behaviour: a candidate that fails is named, and the others continue.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -27,10 +29,12 @@ from typing import Any
 
 from headrace.bench.core.command import Job, benchmark
 from headrace.bench.core.measure import Candidate, Meter, alternate, command_of, run_process
+from headrace.bench.core.processes import environment_variables
 from headrace.bench.core.results import Metric, Part
 from headrace.bench.workloads.loader import installed
 from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.core.limits import MIB
+from headrace.dataio.testing.s3_server import start_seaweedfs
 
 TENSORS = 16
 STEP, WHOLE_FILE, FOLDER = "repository", "weights.safetensors", "dcp"
@@ -38,7 +42,17 @@ EXPORT, SAVE_FILE = "export to safetensors", "safetensors.torch.save_file"
 EXPORT_TORCH, DCP_TO_TORCH = "export to torch", "dcp_to_torch_save"
 IMPORT, TO_DCP = "import of safetensors", "load_file and dcp.save"
 COPY, RCLONE = "copy", "rclone copy"
-PAIRS = ((EXPORT, SAVE_FILE), (EXPORT_TORCH, DCP_TO_TORCH), (IMPORT, TO_DCP), (COPY, RCLONE))
+UPLOAD, RCLONE_UPLOAD, S5CMD_UPLOAD = "copy to S3", "rclone copy to S3", "s5cmd cp to S3"
+PAIRS = (
+    (EXPORT, SAVE_FILE),
+    (EXPORT_TORCH, DCP_TO_TORCH),
+    (IMPORT, TO_DCP),
+    (COPY, RCLONE),
+    (UPLOAD, RCLONE_UPLOAD),
+    (UPLOAD, S5CMD_UPLOAD),
+)
+NAMES = tuple(dict.fromkeys(name for pair in PAIRS for name in pair))
+PROGRAMS = {RCLONE: "rclone", RCLONE_UPLOAD: "rclone", S5CMD_UPLOAD: "s5cmd"}
 METRICS = {
     "wall_s": Metric("s", "s", "lower"),
     "returned_s": Metric("returned s", "s", "lower"),
@@ -52,6 +66,7 @@ METRICS = {
     "exchange",
     "Exports, imports and copies of a step, compared with other tools for the same bytes.",
     argument("--mib", type=positive_int, default=1024, help="MiB of bf16 tensors (default: %(default)s)"),
+    argument("--only", nargs="+", choices=NAMES, help="these candidates", metavar="NAME"),
 )
 def exchange(job: Job, part: Part) -> None:
     """Make the inputs, and measure all candidates in turn."""
@@ -63,15 +78,20 @@ def exchange(job: Job, part: Part) -> None:
     made = run_process(command_of("headrace.bench.workloads.exchange:make", str(scratch), mib), os.environ, 300)
     if made.returncode:  # in a process of its own: candidates would inherit its peak memory
         raise RuntimeError(f"the inputs were not made: {made.stderr[-500:]}")
-    skipped = set()
-    if not installed("safetensors"):
-        skipped |= {SAVE_FILE, TO_DCP}
-    if shutil.which("rclone") is None:
-        skipped.add(RCLONE)
-    names = [name for pair in PAIRS for name in pair if name not in skipped]
-    candidates = [Candidate(name, "headrace.bench.workloads.exchange:measure", (name, str(scratch))) for name in names]
+    candidates = [
+        Candidate(name, "headrace.bench.workloads.exchange:measure", (name, str(scratch)))
+        for name in job.args.only or NAMES
+        if is_installed(name)
+    ]
     alternate(candidates, job.rounds, job.progress, part.candidates)
     _note_ratios(part)
+
+
+def is_installed(name: str) -> bool:
+    """Whether a candidate's package or program is installed."""
+    if name in (SAVE_FILE, TO_DCP):
+        return installed("safetensors")
+    return name not in PROGRAMS or shutil.which(PROGRAMS[name]) is not None
 
 
 def _note_ratios(part: Part) -> None:
@@ -108,22 +128,31 @@ def measure(name: str, folder: str) -> dict[str, float]:
     """Measure one candidate, and delete its output."""
     scratch = Path(folder)
     target = scratch / "output"
-    work = _PREPARED[name](scratch, target)
-    meter, began = Meter(), time.perf_counter()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove, target)
+        work = _PREPARED[name](scratch, target, stack)
+        meter, began = Meter(), time.perf_counter()
         work()
         returned = time.perf_counter() - began
         _sync(target)
         figures = meter.read()
-        nbytes = sum(path.stat().st_size for path in _files(target))
-    finally:
-        shutil.rmtree(target, ignore_errors=True)
-        target.unlink(missing_ok=True)
+        nbytes = _size(target if target.exists() else scratch / STEP)
     return figures | {"returned_s": returned, "mb_per_s": nbytes / 1e6 / figures["wall_s"]}
 
 
+def _remove(target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    target.unlink(missing_ok=True)
+
+
+def _size(target: Path) -> int:
+    return sum(path.stat().st_size for path in _files(target))
+
+
 def _files(target: Path) -> list[Path]:
-    return [path for path in target.rglob("*") if path.is_file()] if target.is_dir() else [target]
+    if target.is_dir():
+        return [path for path in target.rglob("*") if path.is_file()]
+    return [target] if target.exists() else []
 
 
 def _sync(target: Path) -> None:
@@ -133,11 +162,11 @@ def _sync(target: Path) -> None:
         os.close(fd)
 
 
-_Prepare = Callable[[Path, Path], Callable[[], object]]
+_Prepare = Callable[[Path, Path, contextlib.ExitStack], Callable[[], object]]
 
 
 def _export(format: str) -> _Prepare:
-    def prepare(scratch: Path, target: Path) -> Callable[[], object]:
+    def prepare(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
         from headrace.checkpoint import export
 
         return lambda: export(scratch / STEP, target, run="r", format=format)
@@ -145,26 +174,26 @@ def _export(format: str) -> _Prepare:
     return prepare
 
 
-def _save_file(scratch: Path, target: Path) -> Callable[[], object]:
+def _save_file(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
     from safetensors.torch import load_file, save_file
 
     tensors = {name: value.clone() for name, value in load_file(scratch / WHOLE_FILE).items()}
     return lambda: save_file(tensors, target)
 
 
-def _dcp_to_torch(scratch: Path, target: Path) -> Callable[[], object]:
+def _dcp_to_torch(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     return lambda: dcp_to_torch_save(scratch / FOLDER, target)
 
 
-def _import(scratch: Path, target: Path) -> Callable[[], object]:
+def _import(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
     from headrace.checkpoint import import_checkpoint
 
     return lambda: import_checkpoint(scratch / WHOLE_FILE, target, run="r")
 
 
-def _to_dcp(scratch: Path, target: Path) -> Callable[[], object]:
+def _to_dcp(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
     from safetensors.torch import load_file
 
     return lambda: _dcp_save(load_file(scratch / WHOLE_FILE), target)
@@ -178,15 +207,50 @@ def _dcp_save(tensors: dict[str, Any], folder: Path) -> None:
         dcp.save({"model": tensors}, checkpoint_id=folder, no_dist=True)
 
 
-def _copy(scratch: Path, target: Path) -> Callable[[], object]:
+def _copy(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
     from headrace.checkpoint import copy
 
     return lambda: copy(scratch / STEP, target, run="r")
 
 
-def _rclone(scratch: Path, target: Path) -> Callable[[], object]:
-    command = ["rclone", "copy", "--config", os.devnull, str(scratch / STEP), str(target)]
-    return lambda: subprocess.run(command, check=True, capture_output=True)
+def _rclone(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
+    return _program("rclone", "copy", "--config", os.devnull, str(scratch / STEP), str(target))
+
+
+def _bucket(stack: contextlib.ExitStack) -> str:
+    """Start an S3 server, point this process to it, and return the URL of an empty bucket."""
+    server = stack.enter_context(start_seaweedfs())
+    rclone = {"RCLONE_S3_PROVIDER": "Other", "RCLONE_S3_ENV_AUTH": "true", "RCLONE_S3_NO_CHECK_BUCKET": "true"}
+    endpoints = {"RCLONE_S3_ENDPOINT": server.endpoint, "S3_ENDPOINT_URL": server.endpoint}
+    stack.enter_context(environment_variables(server.environment() | rclone | endpoints))
+    os.environ.pop("AWS_CA_BUNDLE", None)  # rclone refuses it, and the server speaks plain HTTP
+    return server.create_bucket("copies")
+
+
+def _upload(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
+    from headrace.checkpoint import copy
+
+    url = _bucket(stack)
+    return lambda: copy(scratch / STEP, f"{url}/{STEP}", run="r")
+
+
+def _rclone_upload(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
+    place = _bucket(stack).removeprefix("s3://")
+    return _program("rclone", "copy", "--config", os.devnull, str(scratch / STEP), f":s3:{place}/{STEP}")
+
+
+def _s5cmd_upload(scratch: Path, target: Path, stack: contextlib.ExitStack) -> Callable[[], object]:
+    url = _bucket(stack)
+    return _program("s5cmd", "cp", f"{scratch / STEP}/", f"{url}/{STEP}/")
+
+
+def _program(*command: str) -> Callable[[], object]:
+    def run() -> None:
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{command[0]} failed: {done.stderr.strip()[-500:]}")
+
+    return run
 
 
 _PREPARED: dict[str, _Prepare] = {
@@ -198,4 +262,7 @@ _PREPARED: dict[str, _Prepare] = {
     TO_DCP: _to_dcp,
     COPY: _copy,
     RCLONE: _rclone,
+    UPLOAD: _upload,
+    RCLONE_UPLOAD: _rclone_upload,
+    S5CMD_UPLOAD: _s5cmd_upload,
 }

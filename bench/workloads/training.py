@@ -1,8 +1,11 @@
-"""The state that the checkpoint benchmark saves: a transformer that trains, half in fp32 and half in bf16, with AdamW.
+"""The states that the checkpoint benchmark saves.
 
-Invariants: all values come from optimizer steps on gradients of a loss, so the state compresses and changes like a real
-one. Every tensor is a weight or one of its two moments. With several ranks, the layers are sharded by FSDP2. After
-`to_lora`, the weights are frozen and small adapters are trained.
+- `Training`: a transformer that trains, half in fp32 and half in bf16, with AdamW.
+- `ManyTensors`: many tensors of 1 KiB.
+
+Invariants of `Training`: all values come from optimizer steps on gradients of a loss, so the state compresses and
+changes like a real one. Every tensor is a weight or one of its two moments. With several ranks, the layers are sharded by
+FSDP2. After `to_lora`, the weights are frozen and small adapters are trained.
 
 Failure behaviour: none.
 """
@@ -91,6 +94,37 @@ class Training:
                 for key in ("exp_avg", "exp_avg_sq"):
                     tensors[f"{key}/{name}"] = self.optimizer.state[p][key]
         return tensors
+
+
+class ManyTensors:
+    """`count` tensors of 1 KiB. A step of the optimizer changes all of them."""
+
+    def __init__(self, count: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.guard: Guard = contextlib.nullcontext
+        self.lost = 0.0
+        self._tensors = {f"weight/layers.{number}": torch.randn(256) for number in range(count)}
+        for tensor in self._tensors.values():
+            tensor.grad = torch.full((256,), 1e-3)
+        self.optimizer = torch.optim.SGD(list(self._tensors.values()), lr=0.1, foreach=True)
+
+    def train_only(self, share: float) -> None:
+        """Change only the last `share` of the tensors from now on."""
+        tensors = list(self._tensors.values())
+        for tensor in tensors[: round(len(tensors) * (1 - share))]:
+            tensor.grad = None
+
+    def step(self) -> None:
+        """Change the tensors."""
+        reached = time.perf_counter()
+        with self.guard():
+            self.lost += time.perf_counter() - reached
+            self.optimizer.step()
+
+    def state(self) -> State:
+        """Return every tensor by name, without copying."""
+        return dict(self._tensors)
 
 
 _KINDS = (torch.float32, torch.bfloat16)

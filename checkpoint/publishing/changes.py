@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -55,6 +55,11 @@ class _Write(msgspec.Struct, frozen=True):
     values: torch.Tensor
     where: torch.Tensor | slice | tuple[slice, ...]
 
+    def joins(self, other: _Write) -> bool:
+        """Whether both change single elements of one target."""
+        by_position = isinstance(self.where, torch.Tensor) and isinstance(other.where, torch.Tensor)
+        return by_position and self.target is other.target
+
     def run(self) -> None:
         if isinstance(self.where, torch.Tensor):
             self.target.flat.scatter_(0, self.where, self.values)  # faster than an assignment by index
@@ -72,6 +77,13 @@ def _write(target: Target, values: npt.NDArray[Any], where: I64 | slice | tuple[
     return _Write(target, moved if moved.dtype == dtype else moved.view(dtype), at)
 
 
+def _joined(writes: Sequence[_Write]) -> _Write:
+    if len(writes) == 1:
+        return writes[0]
+    where = torch.cat([write.where for write in writes if isinstance(write.where, torch.Tensor)])
+    return _Write(writes[0].target, torch.cat([write.values for write in writes]), where)
+
+
 class PreparedChanges:
     """Verified changes, in order. With `at_once`, each is applied as soon as it is added."""
 
@@ -85,6 +97,15 @@ class PreparedChanges:
         if self._at_once:
             self.commit()
             self._writes.clear()
+
+    def merge(self) -> None:
+        """Join neighbouring changes of a tensor, so that `commit` makes few calls."""
+        pending, self._writes = deque(self._writes), []
+        while pending:
+            group = [pending.popleft()]
+            while pending and group[0].joins(pending[0]):
+                group.append(pending.popleft())
+            self._writes.append(_joined(group))
 
     def commit(self) -> None:
         """Change the tensors."""
@@ -107,6 +128,7 @@ def from_updates(chain: Chain, targets: Mapping[str, Target]) -> PreparedChanges
     with ThreadPoolExecutor(threads, "headrace-apply") as pool:
         for writes in in_order(pool, _changed_block, _tasks(chain, targets), 4 * threads):
             prepared.add(writes)
+    prepared.merge()
     return prepared
 
 
