@@ -74,7 +74,8 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
 def whole(shape: Sequence[int]) -> Box:
     """The box of a tensor that is not sharded."""
-    return Box(tuple(shape), (0,) * len(shape), tuple(shape))
+    size = tuple(shape)
+    return Box(size, (0,) * len(size), size)
 
 
 def cut_dim(box: Box) -> int:
@@ -221,13 +222,14 @@ class TensorSpec(msgspec.Struct, frozen=True, gc=False):
 class Layout:
     """The places of tensors in the arena.
 
-    Tensor i starts at `offsets[i]`. Bytes [0, small_bytes) are the small stream. `total`: the number of bytes from the
-    start of the first tensor to the end of the last.
+    Tensor i has `sizes[i]` bytes from `offsets[i]` on. Bytes [0, small_bytes) are the small stream. `total`: the number
+    of bytes from the start of the first tensor to the end of the last.
     """
 
     offsets: tuple[int, ...]
     small_bytes: int
     total: int
+    sizes: tuple[int, ...] = ()
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -276,7 +278,7 @@ def lay_out(specs: Sequence[TensorSpec]) -> Layout:
                 end += size
         if small:
             small_bytes = end
-    return Layout(tuple(offsets), small_bytes, end)
+    return Layout(tuple(offsets), small_bytes, end, tuple(sizes))
 
 
 def is_small(nbytes: int) -> bool:

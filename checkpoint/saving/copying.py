@@ -23,12 +23,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from headrace.checkpoint.format.chunking import Layout, TensorSpec
+from headrace.checkpoint.format.chunking import Layout, TensorSpec, is_small
 from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.saving.arena import Arena
 from headrace.checkpoint.saving.copy_threads import LATE, PIECE, CopyPool
@@ -39,22 +39,94 @@ from headrace.dataio.core.limits import MIB
 
 _mid_stage = declare("ckpt.mid-stage", "the state is partly copied; no object of the attempt is stored")
 
-_Copy = tuple[torch.Tensor, int | None, int, int]
-"""(tensor, start, length, at): bytes of a tensor and their offset in the arena.
-
-Start None: its memory is not contiguous.
-"""
 _BATCH_BYTES, _BATCH_TENSORS = MIB, 4096
-"""Small tensors are copied in batches of about this many bytes, or of this many pieces. A thread copies one batch.
+"""Small tensors are copied in batches of about this many bytes, or of this many tensors. A thread copies one batch.
 """
+_memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+"""`ctypes.memmove` without releasing the GIL, which would take longer than the copy of a small tensor."""
+
+
+class _SmallTensors:
+    """A batch of small tensors in contiguous main memory."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.tensors: list[torch.Tensor] = []
+        self._sources: list[int] = []
+        self._targets: list[int] = []
+        self._sizes: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def add(self, tensor: torch.Tensor, target: int, size: int) -> None:
+        """Copy the tensor to the address `target`."""
+        self.nbytes += size
+        self.tensors.append(tensor)
+        self._sources.append(tensor.data_ptr())
+        self._targets.append(target)
+        self._sizes.append(size)
+
+    def copy(self, arena: Arena) -> None:
+        deque(map(_memmove, self._targets, self._sources, self._sizes), maxlen=0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """What to copy: device tensors with their offsets in the arena, and batches of pieces in host memory."""
+class _Bytes:
+    """`length` bytes of a contiguous tensor from byte `start`, and their offset in the arena."""
 
-    of_devices: list[tuple[torch.Tensor, int]]
-    of_host: list[list[_Copy]]
+    tensor: torch.Tensor
+    start: int
+    length: int
+    at: int
+
+    def copy(self, arena: Arena) -> None:
+        ctypes.memmove(arena.tensor.data_ptr() + self.at, self.tensor.data_ptr() + self.start, self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Elements:
+    """A tensor that is not contiguous, and its offset in the arena."""
+
+    tensor: torch.Tensor
+    at: int
+
+    def copy(self, arena: Arena) -> None:
+        _copy_strided(arena, self.tensor, self.at)
+
+
+_HostCopy = _SmallTensors | _Bytes | _Elements
+
+
+@dataclass(slots=True)
+class _Part:
+    """What to copy: device tensors with their offsets in the arena, and copies of main memory."""
+
+    of_devices: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    of_host: deque[_HostCopy] = field(default_factory=deque)
+    small: _SmallTensors = field(default_factory=_SmallTensors)
+
+    def add(self, arena: Arena, tensor: torch.Tensor, at: int, size: int) -> None:
+        if not has_plain_memory(tensor):
+            if tensor.is_cuda:
+                self.of_devices.append((tensor, at))
+            else:
+                self.of_host.append(_Elements(tensor, at))
+        elif not is_small(size):
+            self.of_host.extend(
+                _Bytes(tensor, start, min(PIECE, size - start), at + start) for start in range(0, size, PIECE)
+            )
+        else:
+            self.small.add(tensor, arena.tensor.data_ptr() + at, size)
+            if self.small.nbytes >= _BATCH_BYTES or len(self.small) == _BATCH_TENSORS:
+                self.end_batch()
+
+    def end_batch(self) -> None:
+        if len(self.small):
+            self.of_host.append(self.small)
+            self.small = _SmallTensors()
 
 
 class Copying:
@@ -81,10 +153,9 @@ class Copying:
         self._idle, self._copying_threads = threading.Condition(), set[int]()
         self._watched = [(specs[i].name, tensors[i], tensors[i]._version) for i in late]
         self._events: list[tuple[torch.device, torch.cuda.Event]] = []
-        self._todo: deque[list[_Copy]] = deque()
+        self._todo: deque[_HostCopy] = deque()
         with gc_paused():
-            rows = [(tensors[i], at, i in late) for i, at in enumerate(layout.offsets) if specs[i].nbytes]
-            now, later = (_part(rows, of_late) for of_late in (False, True))
+            now, later = self._parts(tensors, layout, late)
         try:
             self._begin(pool, now, later)
             if not late:
@@ -92,6 +163,21 @@ class Copying:
         except BaseException:
             self.cancel()
             raise
+
+    def _parts(self, tensors: Sequence[torch.Tensor], layout: Layout, late: Collection[int]) -> tuple[_Part, _Part]:
+        """What to copy now, and what may be copied late."""
+        now, later, arena = _Part(), _Part(), self._arena
+        assert layout.total <= arena.size
+        for number, (tensor, at, size) in enumerate(zip(tensors, layout.offsets, layout.sizes, strict=True)):
+            if not size:
+                continue
+            if number in late:  # `detach` keeps the memory, even if the trainer replaces the tensor
+                later.add(arena, tensor.detach(), at, size)
+            else:
+                now.add(arena, tensor, at, size)
+        now.end_batch()
+        later.end_batch()
+        return now, later
 
     def _begin(self, pool: CopyPool, now: _Part, later: _Part) -> None:
         self._enqueue_devices(now.of_devices, hold=True)
@@ -192,8 +278,7 @@ class Copying:
                         return
                     self._copying_threads.add(threading.get_ident())
                     batch = self._todo.popleft()
-                for job in batch:
-                    _copy(self._arena, *job)
+                _copy(self._arena, batch)
                 _mid_stage()
             except BaseException as error:  # also KeyboardInterrupt: the interrupted batch is not in the arena
                 self._todo.clear()
@@ -223,47 +308,8 @@ class Copying:
                 event.wait(torch.cuda.current_stream(device))
 
 
-def _part(rows: Iterable[tuple[torch.Tensor, int, bool]], late: bool) -> _Part:
-    devices: list[tuple[torch.Tensor, int]] = []
-    host: list[tuple[torch.Tensor, int]] = []
-    for tensor, at, is_late in rows:
-        if is_late == late:
-            # `detach` keeps the memory of a late tensor, even if the trainer replaces the tensor
-            part = (tensor.detach() if late else tensor, at)
-            (devices if tensor.device.type == "cuda" else host).append(part)
-    return _Part(devices, list(_batches(host)))
-
-
-def _batches(rows: Iterable[tuple[torch.Tensor, int]]) -> Iterator[list[_Copy]]:
-    """Group the pieces into batches."""
-    batch: list[_Copy] = []
-    size = 0
-    for row in rows:
-        for piece in _pieces(*row):
-            batch.append(piece)
-            size += piece[2]
-            if size >= _BATCH_BYTES or len(batch) == _BATCH_TENSORS:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _pieces(tensor: torch.Tensor, at: int) -> Iterator[_Copy]:
-    size = tensor.numel() * tensor.element_size()
-    if not has_plain_memory(tensor):
-        yield tensor, None, size, at
-        return
-    for start in range(0, size, PIECE):
-        yield tensor, start, min(PIECE, size - start), at + start
-
-
-def _copy(arena: Arena, source: torch.Tensor, start: int | None, length: int, at: int) -> None:
-    if start is None:
-        _copy_strided(arena, source, at)
-        return
-    assert at + length <= arena.size
-    ctypes.memmove(arena.tensor.data_ptr() + at, source.data_ptr() + start, length)
+def _copy(arena: Arena, part: _HostCopy) -> None:
+    part.copy(arena)
 
 
 def _copy_strided(arena: Arena, source: torch.Tensor, at: int) -> None:

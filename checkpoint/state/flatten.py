@@ -95,7 +95,8 @@ class _Flattener:
         self.leaves: dict[str, Leaf] = {}
         self._replicated_path = replicated_path
         self._named: set[str] = set()
-        self._memory: dict[Hashable, str] = {}
+        self._at: dict[int, Leaf] = {}
+        self._views: dict[Hashable, str] = {}
 
     def value(self, value: Any, path: str, replicated: bool, depth: int) -> object:
         if depth > MAX_DEPTH:
@@ -144,12 +145,19 @@ class _Flattener:
 
     def _add(self, leaf: Leaf) -> str:
         """The name under which the tensor is saved. The same view of the same memory has the earlier leaf's name."""
-        if leaf.local.memory is not None:
-            name = self._memory.setdefault((leaf.local.memory, leaf.local.box, leaf.replicated), leaf.name)
-            if name != leaf.name:
-                return name
+        if leaf.local.address is not None:
+            earlier = self._at.setdefault(leaf.local.address, leaf)
+            if earlier is not leaf:  # rare, so views are compared for these only
+                self._views.setdefault(_view_key(earlier), earlier.name)
+                name = self._views.setdefault(_view_key(leaf), leaf.name)
+                if name != leaf.name:
+                    return name
         self.leaves[leaf.name] = leaf
         return leaf.name
+
+
+def _view_key(leaf: Leaf) -> Hashable:
+    return leaf.local.memory, leaf.local.box, leaf.replicated
 
 
 def state_of(value: Any, path: str) -> object:
@@ -194,17 +202,30 @@ def share(flat: Flat) -> Flat:
 
 
 def _groups(leaves: list[Leaf]) -> Iterator[list[_Reach]]:
-    by_storage: dict[Hashable, list[Leaf]] = defaultdict(list)
+    for sharing in _sharing_storage(leaves):
+        reaches = ((leaf, tensors.byte_range(leaf.local.tensor)) for leaf in sharing)
+        members = [_Reach(leaf, *reach) for leaf, reach in reaches if reach is not None]
+        for group in tensors.overlapping((member, (member.start, member.stop)) for member in members):
+            if len(group) > 1 and _is_worth_joining(group):
+                yield sorted(group, key=lambda m: m.leaf.name)
+
+
+def _sharing_storage(leaves: list[Leaf]) -> Iterator[list[Leaf]]:
+    """Leaves whose tensors have a common storage, which is rare."""
+    first: dict[int, Leaf] = {}
+    more: dict[int, list[Leaf]] = {}
     for leaf in leaves:
-        if not leaf.local.sharded:
-            by_storage[tensors.storage_of(leaf.local.tensor), leaf.replicated, leaf.first].append(leaf)
-    for sharing in by_storage.values():
-        if len(sharing) > 1:  # rare, so the byte ranges are computed for these only
-            reaches = ((leaf, tensors.byte_range(leaf.local.tensor)) for leaf in sharing)
-            members = [_Reach(leaf, *reach) for leaf, reach in reaches if reach is not None]
-            for group in tensors.overlapping((member, (member.start, member.stop)) for member in members):
-                if len(group) > 1 and _is_worth_joining(group):
-                    yield sorted(group, key=lambda m: m.leaf.name)
+        local = leaf.local
+        if not local.sharded and local.address is not None:
+            start = local.address - local.tensor.storage_offset() * local.tensor.element_size()
+            earlier = first.setdefault(start, leaf)
+            if earlier is not leaf:
+                more.setdefault(start, [earlier]).append(leaf)
+    for several in more.values():
+        alike: dict[Hashable, list[Leaf]] = defaultdict(list)
+        for leaf in several:
+            alike[leaf.local.tensor.device, leaf.replicated, leaf.first].append(leaf)
+        yield from (group for group in alike.values() if len(group) > 1)
 
 
 def _is_worth_joining(group: list[_Reach]) -> bool:

@@ -36,6 +36,7 @@ MODULE, OPTIMIZER, SCHEDULER, OTHER = "module", "optimizer", "scheduler", "other
 _INT64 = 1 << 63
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_NAMES: dict[torch.dtype, str] = {}
 _COMPRESSED: dict[str, tuple[torch.layout, bool]] = {
     "csr": (torch.sparse_csr, True),
     "csc": (torch.sparse_csc, False),
@@ -49,14 +50,23 @@ class LocalTensor(msgspec.Struct, frozen=True, gc=False):
     """The part of a tensor that this rank holds. `tensor` has the elements `box` of the global tensor.
 
     `sharded`: the tensor is a DTensor, and belongs to all ranks of its mesh.
-    `memory`: equal for tensors that are the same view of the same memory. None for a tensor without elements.
+    `address`: where its first element is in memory. None for a tensor without elements.
     """
 
     tensor: Any
     dtype: str
     box: Box
     sharded: bool = False
-    memory: Hashable = None
+    address: int | None = None
+
+    @property
+    def memory(self) -> Hashable:
+        """Equal for tensors that are the same view of the same memory. None for a tensor without elements."""
+        if self.address is None:
+            return None
+        tensor, shape = self.tensor, tuple(self.tensor.shape)
+        view = shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        return tensor.device, self.address, tensor.dtype, view
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -75,13 +85,15 @@ class Parts:
 
 def describe(tensor: torch.Tensor, path: str) -> LocalTensor:
     """The part of `tensor` that this rank holds. Raises `UnsupportedError` with `path` if it cannot be stored."""
-    box, sharded = whole(tuple(tensor.shape)), isinstance(tensor, DTensor)
+    sharded = isinstance(tensor, DTensor)
     if isinstance(tensor, DTensor):
         shard = dtensors.local_shard(tensor, path)
         tensor, box = shard.local, shard.box
+    else:
+        box = whole(tensor.shape)
     dtype = name_of(tensor.dtype)
     _require_supported(tensor, dtype, path)
-    return LocalTensor(tensor, dtype, box, sharded, _memory(tensor))
+    return LocalTensor(tensor, dtype, box, sharded, tensor.data_ptr() if tensor.numel() else None)
 
 
 def meta_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
@@ -215,7 +227,9 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def name_of(dtype: torch.dtype) -> str:
     """The name of an element type, as in `headrace.checkpoint.format.chunking`."""
-    return str(dtype).removeprefix("torch.")
+    if (name := _NAMES.get(dtype)) is None:
+        name = _NAMES[dtype] = str(dtype).removeprefix("torch.")
+    return name
 
 
 def _require_supported(tensor: torch.Tensor, dtype: str, path: str) -> None:
@@ -232,23 +246,9 @@ def _require_supported(tensor: torch.Tensor, dtype: str, path: str) -> None:
         raise UnsupportedError(f"{path}: the tensor is {why}", hint=hint)
 
 
-def _memory(tensor: torch.Tensor) -> Hashable:
-    if not tensor.numel():
-        return None
-    return (
-        tensor.device,
-        tensor.data_ptr(),
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
 def has_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor is in main memory, contiguous and row-major."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

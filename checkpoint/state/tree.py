@@ -44,8 +44,7 @@ _OLD_KEYS, _KEYS = (str, int), (str, int, type(None), bool, float, bytes, tuple)
 _encoder = msgspec.msgpack.Encoder()
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+class TensorRef(msgspec.Struct, frozen=True, gc=False):
     """A placeholder for the tensor of this name."""
 
     name: str
@@ -202,13 +201,16 @@ class _Packer:
     def _items(self, value: dict[Any, Any], path: str, depth: int) -> list[object]:
         items: list[object] = []
         for key, item in value.items():
-            if type(key) not in _KEYS:
+            kind = type(key)
+            if kind not in _KEYS:
                 raise UsageError(
-                    f"{path or 'the state'}: key {key!r:.60} is a {type(key).__name__}",
+                    f"{path or 'the state'}: key {key!r:.60} is a {kind.__name__}",
                     hint="keys are text, numbers, bytes, None, or tuples of these",
                 )
-            self.newer = self.newer or type(key) not in _OLD_KEYS
-            items += [self.pack(key, join(path, key), depth + 1), self.pack(item, join(path, key), depth + 1)]
+            self.newer = self.newer or kind not in _OLD_KEYS
+            items.append(_pack_plain(key, path) if kind in PLAIN else self.pack(key, join(path, key), depth + 1))
+            is_tensor = type(item) is TensorRef  # most items are; the path of others is for errors
+            items.append(["T", item.name] if is_tensor else self.pack(item, join(path, key), depth + 1))
         return items
 
 

@@ -32,12 +32,13 @@ class Gate:
         self.opened, self.held, self.came, self.armed = threading.Event(), threading.Event(), 0, False
         inner, counted = copying._copy, copying.Copying._counted
 
-        def slow(arena: Any, source: torch.Tensor, *place: int) -> None:
-            late = source.ndim == 2  # the matrices are parameters and moments
+        def slow(arena: Any, part: Any) -> None:
+            sources = part.tensors if hasattr(part, "tensors") else [part.tensor]
+            late = any(source.ndim == 2 for source in sources)  # the matrices are parameters and moments
             if late and self.armed and threading.current_thread().name.startswith("headrace-stage"):
                 self.came += 1
                 assert self.opened.wait(150)
-            inner(arena, source, *place)
+            inner(arena, part)
 
         def holding(a_copy: copying.Copying) -> Any:
             self.held.set()
