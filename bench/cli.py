@@ -39,6 +39,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "workloads.checkpoint:checkpoint",
         "saves and restores, compared with torch.save and torch.distributed.checkpoint",
     ),
+    "frequent": (
+        "workloads.frequent:frequent",
+        "a save after every step: the time it costs, and the steps that a kill loses",
+    ),
     "publish": ("workloads.publish:publish", "new weights for a subscriber, compared with safetensors files"),
     "exchange": (
         "workloads.exchange:exchange",

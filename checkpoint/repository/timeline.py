@@ -92,9 +92,10 @@ def _newest_number(store: Store, run: str) -> int:
 def _is_lost(store: Store, run: str, number: int) -> bool:
     """Whether a timeline that was not listed has objects but no document.
 
-    A timeline that was opened after the listing has its document.
+    A timeline that was opened after the listing has its document. Folders are not enough: a store may list one whose
+    objects were deleted.
     """
-    has_objects = next(iter(store.list_folders(names.timeline_steps(run, number))), None) is not None
+    has_objects = next(iter(store.list(names.timeline_steps(run, number))), None) is not None
     return has_objects and not store.exists(names.timeline(run, number))
 
 

@@ -45,7 +45,9 @@ def require_one_content(store: Store, step: Step, targets: Sequence[Target]) -> 
     """Raise `MismatchError` if some memory would receive two different contents."""
     by_storage: dict[Hashable, list[Target]] = defaultdict(list)
     for target in targets:
-        if any(n > 1 and stride == 0 for n, stride in zip(target.tensor.shape, target.tensor.stride(), strict=True)):
+        if not target.tensor.is_contiguous() and any(
+            n > 1 and stride == 0 for n, stride in zip(target.tensor.shape, target.tensor.stride(), strict=True)
+        ):
             raise MismatchError(f"{target.path}: elements of this tensor share memory", hint="clone() it first")
         if (storage := tensors.storage_of(target.tensor)) is not None:
             by_storage[storage].append(target)

@@ -256,12 +256,13 @@ def _uses(number: int, want: Want) -> Iterator[tuple[str, Chunk, ChunkUse]]:
     item, common_elements = chunking.ITEM_BYTES[want.saved.dtype], 0
     for manifest, tensor in want.saved.shards:
         box = tensor.box
-        if not (common := box.common(want.box)):
+        same = box == want.box
+        if not (common := math.prod(box.local) if same else box.common(want.box)):
             continue
         common_elements += common
         at = 0
         for span in tensor.spans:
-            if box == want.box or sharding.overlaps(box, want.box, item, at, span.length):
+            if same or sharding.overlaps(box, want.box, item, at, span.length):
                 chunk = manifest.chunks[span.chunk]
                 yield manifest.packs[chunk.pack].key, chunk, ChunkUse(number, box, at, span.start, span.length)
             at += span.length

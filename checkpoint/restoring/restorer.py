@@ -26,8 +26,8 @@ state is then partly restored. An error of the store on any rank is raised on al
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,11 +170,12 @@ def _described(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, LocalTe
     return [(name, tensor, tensors.describe(tensor, name)) for name, tensor in pairs]
 
 
-def _wants(targets: Iterable[tuple[str, Any, LocalTensor]], saved: Mapping[str, Saved]) -> list[Want]:
+def _wants(targets: Sequence[tuple[str, Any, LocalTensor]], saved: Mapping[str, Saved]) -> list[Want]:
     """One request for each distinct piece of memory. Tied tensors are read once."""
     wants: dict[Any, Want] = {}
+    times = Counter(name for name, _, _ in targets)
     for number, (name, _, local) in enumerate(targets):
-        key = (name, local.memory, local.box) if local.memory is not None else number
+        key = (name, local.memory, local.box) if times[name] > 1 and local.address is not None else number
         if key not in wants:
             sink = TensorSink(local.tensor, getattr(torch, saved[name].dtype))
             wants[key] = Want(saved[name], local.box, sink)

@@ -48,29 +48,18 @@ _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, 
 """`ctypes.memmove` without releasing the GIL, which would take longer than the copy of a small tensor."""
 
 
+@dataclass(slots=True)
 class _SmallTensors:
-    """A batch of small tensors in contiguous main memory."""
+    """A batch of small tensors in contiguous main memory, and the addresses of their bytes and of the copies."""
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.tensors: list[torch.Tensor] = []
-        self._sources: list[int] = []
-        self._targets: list[int] = []
-        self._sizes: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.tensors)
-
-    def add(self, tensor: torch.Tensor, target: int, size: int) -> None:
-        """Copy the tensor to the address `target`."""
-        self.nbytes += size
-        self.tensors.append(tensor)
-        self._sources.append(tensor.data_ptr())
-        self._targets.append(target)
-        self._sizes.append(size)
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    sources: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    nbytes: int = 0
 
     def copy(self, arena: Arena) -> None:
-        deque(map(_memmove, self._targets, self._sources, self._sizes), maxlen=0)
+        deque(map(_memmove, self.targets, self.sources, self.sizes), maxlen=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +91,14 @@ _HostCopy = _SmallTensors | _Bytes | _Elements
 
 @dataclass(slots=True)
 class _Part:
-    """What to copy: device tensors with their offsets in the arena, and copies of main memory."""
+    """What to copy to the arena at `base`: device tensors with their offsets, and copies of main memory."""
 
+    base: int
     of_devices: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     of_host: deque[_HostCopy] = field(default_factory=deque)
     small: _SmallTensors = field(default_factory=_SmallTensors)
 
-    def add(self, arena: Arena, tensor: torch.Tensor, at: int, size: int) -> None:
+    def add(self, tensor: torch.Tensor, at: int, size: int) -> None:
         if not has_plain_memory(tensor):
             if tensor.is_cuda:
                 self.of_devices.append((tensor, at))
@@ -119,12 +109,17 @@ class _Part:
                 _Bytes(tensor, start, min(PIECE, size - start), at + start) for start in range(0, size, PIECE)
             )
         else:
-            self.small.add(tensor, arena.tensor.data_ptr() + at, size)
-            if self.small.nbytes >= _BATCH_BYTES or len(self.small) == _BATCH_TENSORS:
+            small = self.small
+            small.tensors.append(tensor)
+            small.sources.append(tensor.data_ptr())
+            small.targets.append(self.base + at)
+            small.sizes.append(size)
+            small.nbytes += size
+            if small.nbytes >= _BATCH_BYTES or len(small.tensors) == _BATCH_TENSORS:
                 self.end_batch()
 
     def end_batch(self) -> None:
-        if len(self.small):
+        if self.small.tensors:
             self.of_host.append(self.small)
             self.small = _SmallTensors()
 
@@ -166,15 +161,16 @@ class Copying:
 
     def _parts(self, tensors: Sequence[torch.Tensor], layout: Layout, late: Collection[int]) -> tuple[_Part, _Part]:
         """What to copy now, and what may be copied late."""
-        now, later, arena = _Part(), _Part(), self._arena
-        assert layout.total <= arena.size
+        base = self._arena.tensor.data_ptr()
+        now, later = _Part(base), _Part(base)
+        assert layout.total <= self._arena.size
         for number, (tensor, at, size) in enumerate(zip(tensors, layout.offsets, layout.sizes, strict=True)):
             if not size:
                 continue
             if number in late:  # `detach` keeps the memory, even if the trainer replaces the tensor
-                later.add(arena, tensor.detach(), at, size)
+                later.add(tensor.detach(), at, size)
             else:
-                now.add(arena, tensor, at, size)
+                now.add(tensor, at, size)
         now.end_batch()
         later.end_batch()
         return now, later

@@ -416,6 +416,8 @@ class Selection:
 def matching(patterns: str | Iterable[str]) -> Callable[[str], bool]:
     """Return a function that checks whether a path, or a container of it, matches one of these patterns."""
     checked = _checked_patterns(patterns)
+    if not checked:
+        return lambda path: False
     return lambda path: any(_matches(path, pattern) for pattern in checked)
 
 

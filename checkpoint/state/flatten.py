@@ -132,6 +132,8 @@ class _Flattener:
         if path in self._named:
             raise UsageError(f"two entries of the state are both called {path!r}", hint="rename one of them")
         self._named.add(path)
+        if (plain := tensors.describe_plain(tensor)) is not None:
+            return TensorRef(self._add(Leaf(path, plain, replicated or self._replicated_path(path))))
         bare = tensors.meta_shape(tensor)
         if bare is not None:
             return MetaNode(*bare)

@@ -15,6 +15,7 @@ tensor before it uses them. `check_parts` therefore raises `CorruptionError` for
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
@@ -44,6 +45,10 @@ _COMPRESSED: dict[str, tuple[torch.layout, bool]] = {
     "bsc": (torch.sparse_bsc, False),
 }
 """The layout of each kind, and whether its rows are compressed (else its columns)."""
+
+
+_whole = functools.lru_cache(4096)(whole)
+"""Many tensors have the same shape."""
 
 
 class LocalTensor(msgspec.Struct, frozen=True, gc=False):
@@ -83,6 +88,16 @@ class Parts:
     tensors: dict[str, Any]
 
 
+def describe_plain(tensor: torch.Tensor) -> LocalTensor | None:
+    """`describe` of an ordinary tensor, as nearly all are. None if it is another tensor, or cannot be stored."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return None
+    dtype = name_of(tensor.dtype)
+    if tensor.is_meta or tensor.is_nested or tensor.is_quantized or dtype not in ITEM_BYTES:
+        return None
+    return LocalTensor(tensor, dtype, _whole(tensor.shape), False, tensor.data_ptr() if tensor.numel() else None)
+
+
 def describe(tensor: torch.Tensor, path: str) -> LocalTensor:
     """The part of `tensor` that this rank holds. Raises `UnsupportedError` with `path` if it cannot be stored."""
     sharded = isinstance(tensor, DTensor)
@@ -90,7 +105,7 @@ def describe(tensor: torch.Tensor, path: str) -> LocalTensor:
         shard = dtensors.local_shard(tensor, path)
         tensor, box = shard.local, shard.box
     else:
-        box = whole(tensor.shape)
+        box = _whole(tensor.shape)
     dtype = name_of(tensor.dtype)
     _require_supported(tensor, dtype, path)
     return LocalTensor(tensor, dtype, box, sharded, tensor.data_ptr() if tensor.numel() else None)

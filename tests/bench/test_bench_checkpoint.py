@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -92,3 +93,10 @@ def test_two_ranks_save_and_restore_on_tmpfs_and_s3() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "to another topology s" in done.stdout
+
+
+def test_many_small_tensors_are_saved_and_restored(tmp_path: Path) -> None:
+    figures = checkpoint_worker.measure_in_process(OURS, str(tmp_path / "checkpoints"), 8, 1, 0, False, 200)
+    assert figures["state_mib"] == 200 / 1024
+    assert figures["step_mib"] > 0.2, "a step changed all tensors"
+    assert set(figures) <= {*checkpoint.METRICS, "wall_s"}

@@ -182,6 +182,21 @@ def test_a_missing_object_of_any_kind_is_found() -> None:
         restores(store, bases, f"{key} is missing")
 
 
+class WithEmptyFolders(MemoryStore):
+    """Lists folders whose objects were deleted, as file systems and some S3 servers do."""
+
+    def list_folders(self, prefix: str = "", *, after: str = "") -> Iterator[str]:
+        yield from super().list_folders(prefix, after=after)
+        if prefix == names.timeline_steps(RUN, 1):
+            yield "0000000001"
+
+
+def test_folders_of_a_run_that_was_removed_are_no_lost_timeline() -> None:
+    store = WithEmptyFolders()
+    assert list(store.list_folders(names.timeline_steps(RUN, 1)))
+    assert timeline.open_timeline(store, RUN, None) == 1
+
+
 def test_a_lost_newest_timeline_is_found_by_whoever_looks_for_the_latest_or_starts() -> None:
     store, bases = repository_with_everything()  # its timeline 2 has no step, so nothing is lost with it
     after = save(store, make(store, STATES[1], step=4, number=2, bases=(bases[2],)))
