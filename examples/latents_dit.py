@@ -64,9 +64,9 @@ def encode(clips: Tensor) -> Tensor:
 
 def loss_of(model: nn.Module, batch: dict) -> Tensor:
     """Return the loss of rectified flow for one batch."""
-    latents, missing = batch["latent"], ~batch["latent.present"]
-    latents[missing] = encode(batch["video"][missing])
-    noise, at = torch.randn_like(latents), torch.rand(len(latents), 1, 1, 1, 1)
+    video, latents, missing = batch["video"], batch["latent"], ~batch["latent.present"]  # None if all are missing
+    latents = encode(video) if latents is None else latents.index_put((missing,), encode(video[missing]))
+    noise, at = torch.randn(latents.shape), torch.rand(len(latents), 1, 1, 1, 1)
     velocity = model((1 - at) * latents + at * noise, at.flatten(), batch["caption"])
     return (velocity - (noise - latents)).square().mean()
 

@@ -52,6 +52,6 @@ def test_a_job_that_is_preempted_is_requeued_and_continues_with_the_next_batch(r
         Checkpointer(runs, run="requeued", sidecar=None) as checkpointer,
     ):
         assert checkpointer.steps() == [first, last]
-        checkpointer.restore({"loader": loader}, step=first)
+        checkpointer.restore({"loader": loader}, step=first, include="loader")
         keys = " ".join(next(iter(loader))["key"])
     assert steps_of((tmp_path / "again.log").read_text())[first + 1].endswith(f" keys {keys}")
