@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import signal
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.checkpoint import Checkpointer
-from headrace.loaders import Image, Loader
+from headrace.loaders import Loader
 from tests.support.example_runs import ROOT, steps_of
 from tests.support.slurm_node import Node, slurm_node
 from tests.support.waiting import wait_for
@@ -46,7 +47,7 @@ def test_a_job_that_is_preempted_is_requeued_and_continues_with_the_next_batch(r
         again, last = trained_until(node, tmp_path / "again.log", places, signal.SIGTERM)
         assert again == first < last
         assert (node.folder / "scontrol.log").read_text() == "requeue 7\n" * 2
-    fields = {"image": Image(size=(32, 32), dtype="float32")}
+    fields = runpy.run_path(str(ROOT / "examples" / "slurm_requeue.py"))["FIELDS"]
     with (
         Loader(places[0], 4, fields=fields, seed=1, trust_mounts=True) as loader,
         Checkpointer(runs, run="requeued", sidecar=None) as checkpointer,
