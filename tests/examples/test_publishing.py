@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +16,7 @@ import torch
 
 from headrace.checkpoint import Subscriber
 from tests.support import nursery
-from tests.support.example_runs import ROOT, killed_at_last, start
+from tests.support.example_runs import killed_at_last, run, start
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.process
@@ -77,13 +74,7 @@ def test_each_answer_of_the_server_comes_from_one_version_also_while_publishers_
 
 
 def test_players_follow_the_policy_and_its_rollback(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples/rl_publish.py"), str(tmp_path / "runs"), "--updates", "8"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HEADRACE_SIDECAR": "off", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=200
-    )  # it starts processes itself
-    output = done.stdout
-    assert done.returncode == 0, done.stderr
+    output = run(tmp_path / "log", "rl_publish.py", tmp_path / "runs", "--updates", 8)
     rewards = [float(reward) for reward in re.findall(r"reward ([\d.]+)", output)]
     assert len(rewards) == 8
     back = re.search(r"rollback to step 16: version 7", output)

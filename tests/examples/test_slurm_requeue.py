@@ -14,6 +14,7 @@ import pytest
 from headrace.checkpoint import Checkpointer
 from headrace.loaders import Loader
 from tests.support.example_runs import ROOT, steps_of
+from tests.support.forked_programs import ForkedPrograms
 from tests.support.slurm_node import Node, slurm_node
 from tests.support.waiting import wait_for
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.process
 def trained_until(node: Node, log: Path, places: list[str], number: signal.Signals) -> tuple[int, int]:
     """Run the job, signal its task after some steps, and return the step that it began after and the one it saved."""
     environment = node.environment | {"SLURM_JOB_ID": "7", "HEADRACE_SIDECAR": "off", "OMP_NUM_THREADS": "1"}
+    environment["PYTHON"] = str(node.folder / "programs" / "python")
     command = ["bash", str(ROOT / "examples" / "slurm_requeue.sbatch"), *places]
     with log.open("wb") as out, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out) as job:
         try:
@@ -41,7 +43,7 @@ def trained_until(node: Node, log: Path, places: list[str], number: signal.Signa
 def test_a_job_that_is_preempted_is_requeued_and_continues_with_the_next_batch(raw: Path, tmp_path: Path) -> None:
     runs = str(tmp_path / "runs")
     places = [str(raw / "images-set"), runs, "--save-every", "1000000"]
-    with slurm_node() as node:
+    with slurm_node() as node, ForkedPrograms(node.folder / "programs"):
         begun, first = trained_until(node, tmp_path / "first.log", places, signal.SIGUSR1)
         assert begun == 0
         again, last = trained_until(node, tmp_path / "again.log", places, signal.SIGTERM)

@@ -63,10 +63,10 @@ def test_a_diffusion_transformer_learns_from_pixels_and_latents_and_resumes_exac
     assert write_latents(copy, media / "set") > 20
     index(copy, latents).close()
     whole = steps_of(run(tmp_path / "whole.log", *arguments(latents, "whole", 8)))
-    pixels = steps_of(run(tmp_path / "pixels.log", *arguments(media / "set", "pixels", 8)))
+    pixels = steps_of(run(tmp_path / "pixels.log", *arguments(media / "set", "pixels", 2)))
     found, expected = losses(whole), losses(pixels)
-    assert found[0] == pytest.approx(expected[0], rel=1e-4)
-    assert found[1] == expected[1]
+    assert found[0][:2] == pytest.approx(expected[0], rel=1e-4)
+    assert found[1][:2] == expected[1]
     shapes = {line.split("clips ")[1].split(") ")[0] for line in whole.values()}
     assert shapes == {"(32, 1, 3, 64, 64", "(4, 8, 3, 64, 64", "(4, 8, 3, 48, 80"}
     log = tmp_path / "killed.log"
