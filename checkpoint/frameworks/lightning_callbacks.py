@@ -100,6 +100,7 @@ class RepositoryCheckpoint(ModelCheckpoint):  # type: ignore[misc, unused-ignore
             super().setup(trainer, pl_module, stage)
         present = trainer.strategy.checkpoint_io
         if present is not self._io and type(present) is not TorchCheckpointIO:
+            self.close()
             raise UsageError(
                 f"the trainer already has a {type(present).__name__}",
                 hint="leave it out of `plugins`; headrace_callbacks(...) brings its own",

@@ -53,7 +53,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def callbacks(folder: Path, names: str = "names", **options: Any) -> list[Any]:
-    return headrace_callbacks(str(folder / "repo"), run="exp", every=3, folder=folder / names, sidecar=None, **options)
+    return headrace_callbacks(str(folder / "repo"), run="called", every=3, folder=folder / names, sidecar=None, **options)
 
 
 def trainer_of(folder: Path, steps: int, made: list[Any], **options: Any) -> Any:
@@ -80,22 +80,22 @@ def test_a_training_resumes_on_another_machine_as_if_it_had_never_stopped(url: s
     resumed = fit(tmp_path, url, 10, callbacks(tmp_path, "there"), seed=7)
     assert resumed.seen == whole.seen[4:]
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
-    with Checkpointer(tmp_path / "repo", run="exp", sidecar=None) as checkpointer:
+    with Checkpointer(tmp_path / "repo", run="called", sidecar=None) as checkpointer:
         assert checkpointer.steps() == [3, 4, 6, 9, 10]  # every third, and the last one of each training
-    with read(str(tmp_path / "repo"), run="exp", step=6) as saved:
+    with read(str(tmp_path / "repo"), run="called", step=6) as saved:
         assert saved.metadata.keys() == {"epoch", "loss"}
 
 
 def test_a_training_at_its_last_step_saves_nothing_more(url: str, tmp_path: Path) -> None:
     fit(tmp_path, url, 4, callbacks(tmp_path))
     assert fit(tmp_path, url, 4, callbacks(tmp_path)).seen == []
-    with Checkpointer(tmp_path / "repo", run="exp", sidecar=None) as checkpointer:
+    with Checkpointer(tmp_path / "repo", run="called", sidecar=None) as checkpointer:
         assert checkpointer.steps() == [3, 4]
 
 
 def test_all_steps_are_committed_and_kept_by_the_policy_when_fit_returns(url: str, tmp_path: Path) -> None:
     fit(tmp_path, url, 9, callbacks(tmp_path, keep=Keep(last=2)))
-    with Checkpointer(tmp_path / "repo", run="exp", sidecar=None) as checkpointer:
+    with Checkpointer(tmp_path / "repo", run="called", sidecar=None) as checkpointer:
         assert checkpointer.steps() == [6, 9]
 
 
@@ -120,12 +120,12 @@ def test_the_best_checkpoint_is_tested_by_the_same_callbacks(url: str, tmp_path:
 
 
 def test_another_checkpoint_io_is_refused(url: str, tmp_path: Path) -> None:
-    plugin = RepositoryIO(str(tmp_path / "repo"), run="exp", sidecar=None)
+    plugin = RepositoryIO(str(tmp_path / "repo"), run="called", sidecar=None)
     with pytest.raises(UsageError, match="the trainer already has a RepositoryIO"):
         fit(tmp_path, url, 3, callbacks(tmp_path), plugins=[plugin])
     plugin.close()
     with pytest.raises(UsageError, match="every=0 is no number"):
-        headrace_callbacks(str(tmp_path), run="exp", every=0)
+        headrace_callbacks(str(tmp_path), run="called", every=0)
 
 
 @pytest.fixture
