@@ -89,6 +89,7 @@ class RepositoryCheckpoint(ModelCheckpoint):  # type: ignore[misc, unused-ignore
         super().__init__(os.fspath(folder), filename="{step}", every_n_train_steps=every)
         self._url, self._run, self._trackers, self._options = url, run, trackers, options
         self._io: RepositoryIO | None = None
+        self._resume_path = Path(self._folder) / RESUME_NAME  # `setup` makes `dirpath` that of rank 0
         self._resumed: Record | None = None
         self._asked = False
         self._saved_step = -1
@@ -152,9 +153,8 @@ class RepositoryCheckpoint(ModelCheckpoint):  # type: ignore[misc, unused-ignore
         self._asked, self._resumed = True, self._opened(trainer).newest()
         if self._resumed is None:
             return set()
-        path = Path(self._folder) / RESUME_NAME
-        replace_file(path, self._resumed)
-        return {str(path)}
+        replace_file(self._resume_path, self._resumed)
+        return {str(self._resume_path)}
 
     def _agree(self, first: Record | None) -> None:
         """Resume from the step that rank 0 found, also if this rank found another one a moment earlier or later."""
@@ -165,7 +165,7 @@ class RepositoryCheckpoint(ModelCheckpoint):  # type: ignore[misc, unused-ignore
                 hint="start the job again",
             )
         if first is not None and first != self._resumed:
-            replace_file(Path(self._folder) / RESUME_NAME, first)
+            replace_file(self._resume_path, first)
 
 
 def _trackers_of(trainer: Any) -> list[Tracker]:

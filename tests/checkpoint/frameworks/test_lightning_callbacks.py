@@ -26,6 +26,7 @@ from headrace.checkpoint.frameworks.name_files import read_name
 from headrace.checkpoint.trackers.events import CommittedStep, Tracker
 from headrace.dataio.core.errors import TransientError, UsageError
 from tests.support.latents import latent_loader, latents_url
+from tests.support.ranks import launch
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
@@ -53,7 +54,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def callbacks(folder: Path, names: str = "names", **options: Any) -> list[Any]:
-    return headrace_callbacks(str(folder / "repo"), run="called", every=3, folder=folder / names, sidecar=None, **options)
+    return headrace_callbacks(
+        str(folder / "repo"), run="called", every=3, folder=folder / names, sidecar=None, **options
+    )
 
 
 def trainer_of(folder: Path, steps: int, made: list[Any], **options: Any) -> Any:
@@ -181,3 +184,20 @@ def test_a_rank_resumes_from_the_step_that_rank_0_found(url: str, tmp_path: Path
     with pytest.raises(TransientError, match="while the ranks looked for it"):
         mine._agree(None)
     mine.close()
+
+
+@pytest.mark.process
+def test_two_ranks_with_folders_of_their_own_resume_from_one_step(url: str, tmp_path: Path) -> None:
+    def train(folder: Path, steps: int) -> list[dict[str, Any]]:
+        elastic = {"TORCHELASTIC_RUN_ID": "ranks", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+        lines = launch(2, "tests.support.lightning_ranks", url, str(folder), str(steps), **elastic)
+        return [line for (line,) in lines]
+
+    first = train(tmp_path, 4)
+    second = train(tmp_path, 8)
+    assert [rank["names"] for rank in second][1] == ["resume.ckpt"]  # rank 0 saves, and has the names of saves, too
+    assert second[0]["weights"] == second[1]["weights"]
+    with latent_loader(url) as loader:
+        whole = [batch["key"] for _ in range(2) for batch in loader][:8]
+    seen = [rank["seen"] + more["seen"] for rank, more in zip(first, second, strict=True)]
+    assert [sorted(mine + theirs) for mine, theirs in zip(*seen, strict=True)] == [sorted(keys) for keys in whole]
