@@ -6,9 +6,8 @@ No file is copied: the dataset is an index of the bucket. `preview.html` shows f
 the command line: `headrace index`, `headrace ls --where`, `headrace preview --where`.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 from pathlib import Path
 
 import torch
@@ -45,17 +44,13 @@ def main() -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(1), nn.Linear(4 * 3 * 32 * 32, 64), nn.ReLU(), nn.Linear(64, 1))
         optimizer = torch.optim.AdamW(model.parameters())
-        step = 0
         with VideoLoader(chosen, batch_size=2, clip=Clip(4), size=(32, 32), columns=["duration"]) as loader:
-            while step < args.steps:
-                for batch in loader:  # the model learns how long the clip is
-                    seconds = model(batch["video"] / 255).squeeze(1)
-                    loss = (seconds - torch.tensor(batch["duration"])).square().mean()
-                    optimizer.zero_grad(), loss.backward(), optimizer.step()
-                    step += 1
-                    print(f"step {step} loss {loss.item():.4f} keys {' '.join(batch['key'])}", flush=True)
-                    if step == args.steps:
-                        break
+            batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
+            for step, batch in zip(range(1, args.steps + 1), batches, strict=False):
+                seconds = model(batch["video"] / 255).squeeze(1)  # the model learns how long the clip is
+                loss = (seconds - torch.tensor(batch["duration"])).square().mean()
+                optimizer.zero_grad(), loss.backward(), optimizer.step()
+                print(f"step {step} loss {loss:.4f} keys {' '.join(batch['key'])}", flush=True)
 
 
 if __name__ == "__main__":

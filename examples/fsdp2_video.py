@@ -7,10 +7,9 @@ Stop it whenever you like, also with `kill -9`, and start it with another number
 saved step, with the same global batches. The model learns to predict the next frame.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -69,21 +68,18 @@ def main() -> None:
         Checkpointer(args.runs, run="video") as checkpointer,
     ):
         state = {"model": model, "average": average, "optimizer": optimizer, "loader": loader}
-        step = checkpointer.restore(state) or 0
-        while step < args.steps:
-            for batch in loader:
-                clips = batch["video"].movedim(1, 2).float() / 255  # (B, 3, T, H, W)
-                loss = (model(clips[:, :, :-1]).float() - clips[:, :, 1:]).square().mean()
-                optimizer.zero_grad(), loss.backward(), optimizer.step()
-                update_average(average, model)
-                step += 1
-                loss, seen = mean_over_ranks(loss), digest_of_keys(batch["key"])
-                if dist.get_rank() == 0:
-                    print(f"step {step} loss {loss:.5f} clips {tuple(clips.shape)} keys {seen}", flush=True)
-                if step % args.save_every == 0 or step == args.steps:
-                    checkpointer.save(step, state)
-                if step == args.steps:
-                    break
+        first = checkpointer.restore(state) or 0
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
+        for step, batch in zip(range(first + 1, args.steps + 1), batches, strict=False):
+            clips = batch["video"].movedim(1, 2).float() / 255  # (B, 3, T, H, W)
+            loss = (model(clips[:, :, :-1]).float() - clips[:, :, 1:]).square().mean()
+            optimizer.zero_grad(), loss.backward(), optimizer.step()
+            update_average(average, model)
+            loss, seen = mean_over_ranks(loss), digest_of_keys(batch["key"])
+            if dist.get_rank() == 0:
+                print(f"step {step} loss {loss:.5f} clips {tuple(clips.shape)} keys {seen}", flush=True)
+            if step % args.save_every == 0 or step == args.steps:
+                checkpointer.save(step, state)
     dist.destroy_process_group()
 
 

@@ -7,8 +7,6 @@ A picture `7.png` has its class in `7.json`: `{"label": 1}`. A restart continues
 what came before. `out/checkpoint-20` holds only the name of a step. The weights are in the repository.
 """
 
-from __future__ import annotations
-
 import argparse
 
 from transformers import TrainingArguments, ViTConfig, ViTForImageClassification, set_seed

@@ -4,20 +4,18 @@
     python examples/lightning_audio.py s3://bucket/dataset s3://bucket/runs
 
 A row holds several recordings, one after the other, so little of a batch is padding. `pieces` says where each of them
-begins and ends. A restart continues with the next batch. The model learns to predict the next column of a spectrogram.
+begins and ends. The model learns to predict the next column of a spectrogram. A restart continues with the next batch,
+also on another machine: the newest step is found in the repository.
 """
-
-from __future__ import annotations
 
 import argparse
 from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from headrace.checkpoint.frameworks.lightning import RepositoryIO
+from headrace.checkpoint.frameworks.lightning_callbacks import headrace_callbacks
 from headrace.loaders import AudioLoader, LogMel, Packing
 
 BANDS, COLUMNS = 40, 300  # 100 columns are a second
@@ -39,6 +37,7 @@ class Predictor(lightning.LightningModule):
                     predicted = self.leave(self.cell(piece[:, :-1])[0])
                     losses.append((predicted - piece[:, 1:]).square().mean())
         loss = torch.stack(losses).mean()
+        self.log("loss", loss, batch_size=len(losses))  # also into the metadata of the saved steps
         print(f"step {self.global_step + 1} loss {loss.item():.5f} recordings {len(losses)}", flush=True)
         return loss
 
@@ -55,13 +54,10 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10)
     args = parser.parse_args()
     lightning.seed_everything(0, verbose=False)
-    repository = RepositoryIO(args.runs, run="speech")
-    names = ModelCheckpoint(args.output, filename="{step}", every_n_train_steps=args.save_every, save_last=True)
     trainer = lightning.Trainer(
         max_steps=args.steps,
         accelerator="cpu",
-        callbacks=[names],
-        plugins=[repository],
+        callbacks=headrace_callbacks(args.runs, run="speech", every=args.save_every, folder=args.output),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -69,7 +65,6 @@ def main() -> None:
     mel, packing = LogMel(n_mels=BANDS), Packing(COLUMNS)
     with AudioLoader(args.dataset, batch_size=2, features=mel, packing=packing, trust_mounts=True) as loader:
         trainer.fit(Predictor(), loader, ckpt_path="last")
-    repository.close()
     print(f"trained to step {trainer.global_step}", flush=True)
 
 

@@ -1,21 +1,20 @@
 """Train a policy on a LeRobot data set where it lies: two cameras at the same instants, states, and chunks of actions.
 
-    python examples/robot_cameras.py s3://bucket/so101 s3://bucket/dataset s3://bucket/runs
+    headrace index s3://bucket/so101 s3://bucket/dataset
+    python examples/robot_cameras.py s3://bucket/dataset s3://bucket/runs
 
 Each episode is a sample. A clip of the front camera is drawn. The wrist camera shows the same instants, and `state` has
 the rows of the table at them. `action` has the rows after the last frame; beyond the end of the episode, `action.pad` is
 true. A restart continues with the next batch.
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 
 import torch
 from torch import Tensor, nn
 
-from headrace import Checkpointer, Clip, Dataset, index
-from headrace.dataio.core.errors import NotFoundError
+from headrace import Checkpointer, Clip
 from headrace.loaders import Loader, Rows, Video
 
 FRAMES, CHUNK, FPS, JOINTS = 2, 4, 30, 6
@@ -40,44 +39,31 @@ class Policy(nn.Module):
         return self.act(torch.cat([*seen, state.float()], dim=-1).flatten(1)).unflatten(1, (CHUNK, -1))
 
 
-def open_or_index(episodes: str, url: str) -> Dataset:
-    """Open version 1 of the dataset. If there is none, index the episodes first."""
-    try:
-        return Dataset(url, 1, trust_mounts=True)
-    except NotFoundError:
-        return index(episodes, url)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("episodes", help="the LeRobot data set")
-    parser.add_argument("dataset", help="where the index is, or is written")
+    parser.add_argument("dataset", help="the indexed episodes")
     parser.add_argument("runs", help="where checkpoints are written")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=10)
     args = parser.parse_args()
     torch.manual_seed(0)
     with (
-        open_or_index(args.episodes, args.dataset) as dataset,
-        Loader(dataset, batch_size=2, fields=FIELDS, seed=1) as loader,
+        Loader(args.dataset, batch_size=2, fields=FIELDS, seed=1, trust_mounts=True) as loader,
         Checkpointer(args.runs, run="policy") as checkpointer,
     ):
         policy = Policy()
         optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
         state = {"policy": policy, "optimizer": optimizer, "loader": loader}
-        step = checkpointer.restore(state) or 0
-        while step < args.steps:
-            for batch in loader:
-                predicted = policy(batch["front"], batch["wrist"], batch["state"])
-                errors = (predicted - batch["action"]).square().mean(dim=-1)
-                loss = errors[~batch["action.pad"]].mean()
-                optimizer.zero_grad(), loss.backward(), optimizer.step()
-                step += 1
-                print(f"step {step} loss {loss.item():.5f} keys {' '.join(batch['key'])}", flush=True)
-                if step % args.save_every == 0 or step == args.steps:
-                    checkpointer.save(step, state)
-                if step == args.steps:
-                    break
+        first = checkpointer.restore(state) or 0
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
+        for step, batch in zip(range(first + 1, args.steps + 1), batches, strict=False):
+            predicted = policy(batch["front"], batch["wrist"], batch["state"])
+            errors = (predicted - batch["action"]).square().mean(dim=-1)
+            loss = errors[~batch["action.pad"]].mean()
+            optimizer.zero_grad(), loss.backward(), optimizer.step()
+            print(f"step {step} loss {loss:.5f} keys {' '.join(batch['key'])}", flush=True)
+            if step % args.save_every == 0 or step == args.steps:
+                checkpointer.save(step, state)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ answered, waits for the request in progress, and changes the tensors. So each an
 the trainer dies while it publishes.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

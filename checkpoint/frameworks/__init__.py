@@ -3,7 +3,7 @@
 - `torchtitan`: a checkpoint manager.
 - `megatron`: save and load strategies of Megatron-Core; `plain` encodes its objects.
 - `torch_checkpointing`: a storage and a manager.
-- `lightning`: a `CheckpointIO`.
+- `lightning`: a `CheckpointIO`; `lightning_callbacks`: callbacks that bring it, resume and log to trackers.
 - `transformers`: a `Trainer`, and a callback; `transformers_data`: a `Trainer` on a Headrace loader.
 - `vllm`: an engine of vLLM's weight transfer that loads published weights.
 - `accelerate`: hooks of `save_state` and `load_state`.

@@ -25,7 +25,7 @@ import base64
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from headrace.checkpoint.format.metadata import Metadata
 from headrace.checkpoint.frameworks.metrics import scalars
 from headrace.checkpoint.frameworks.name_files import MAX_BYTES, Record, read_name, write_file
 from headrace.checkpoint.frameworks.naming import Names
+from headrace.checkpoint.repository import steps
 from headrace.checkpoint.repository.steps import MissingStepError
 from headrace.checkpoint.state import tree
 from headrace.checkpoint.state.tensors import memory_of
@@ -56,9 +57,14 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
         url (str): The repository, as for `Checkpointer`.
         run (str): The run's name.
         **options: Further arguments of `Checkpointer`, such as `keep` or `storage_options`.
+
+    Attributes:
+        metadata (Mapping[str, object]): Values for the next saves, in addition to the epoch and the monitored metrics.
+            Values that cannot be stored are left out. Default: none.
     """
 
     def __init__(self, url: str, *, run: str, **options: Any) -> None:
+        self.metadata: Mapping[str, object] = {}
         self._checkpointer = Checkpointer(url, run=run, rank=0, world_size=1, **options)
         self._names = Names(self._checkpointer)
         self._global_step = self._step = -1
@@ -81,7 +87,7 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
             step = self._step + 1
         else:
             step = max(global_step, self._step + 1) if global_step > self._global_step else global_step
-        metadata = metrics_of(checkpoint)
+        metadata = scalars({**metrics_of(checkpoint), **self.metadata})
         handle = self._names.save(step, {"checkpoint": checkpoint}, place, write_file, metadata=metadata)
         self._global_step, self._step = global_step, step
         self._digests = {} if split is None else split.digests
@@ -110,6 +116,11 @@ class RepositoryIO(CheckpointIO):  # type: ignore[misc, unused-ignore]
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove the name after the newest save is committed. Only the run's retention removes the step."""
         self._names.remove(_local(path))
+
+    def newest(self) -> Record | None:
+        """The run's newest step, as the record of a name. None if the run has no step."""
+        base = steps.find(self._checkpointer._store, self._checkpointer.run, "latest")
+        return None if base is None else Record(base.step, self._checkpointer.run, base)
 
     def teardown(self) -> None:
         """Wait for the saves in flight. Lightning calls it at the end of each `fit`, and may save again later."""

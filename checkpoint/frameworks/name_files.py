@@ -16,6 +16,7 @@ import dataclasses
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,20 @@ def _decode(data: bytes) -> Record:
 def write_file(hidden: Path, record: Record, values: str = "") -> None:
     """Write a name that is a file."""
     hidden.write_bytes(dataclasses.replace(record, values=values).encode())
+
+
+def replace_file(path: Path, record: Record) -> None:
+    """Make the file `path` the name of a committed step. Several processes may do so at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, written = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        os.close(fd)
+        write_file(Path(written), record)
+        sync(Path(written))
+        os.replace(written, path)
+    finally:
+        Path(written).unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def move_folder(folder: Path) -> Callable[[Path, Record], None]:

@@ -7,6 +7,8 @@ All settings of torchtitan's manager keep their meaning: `interval`, `async_mode
 `last_save_model_only`, `initial_load_path` and `keep_latest_k`.
 
 - `initial_load_path` is a folder of DCP or Hugging Face. It is read while the run has no step.
+- Step 0 may be a Hugging Face folder that `headrace ckpt import` made a step of. It is read through torchtitan's
+  `sd_adapter`.
 - `keep_latest_k` is the repository's retention, which rank 0 applies.
 - A step has the numbers of torchtitan's `train_state` as metadata, such as `step` and `ntokens_seen`. Set
   `manager.metadata` before a save to add others, such as the loss.
@@ -123,9 +125,22 @@ class RepositoryCheckpointManager(CheckpointManager):  # type: ignore[misc, unus
         reader = RepositoryReader(
             self._url, run=self._run, step=step_to_load, resume=True, storage_options=self._options
         )
-        dcp.load(states, storage_reader=reader)
-        self.states[MODEL].load_state_dict(states)
+        if step_to_load != 0 or not self._load_imported(states, reader):
+            dcp.load(states, storage_reader=reader)
+            self.states[MODEL].load_state_dict(states)
         GarbageCollection.collect("GC collection for checkpoint loading.")
+        return True
+
+    def _load_imported(self, states: dict[str, Any], reader: RepositoryReader) -> bool:
+        """Load a step with the names of Hugging Face. False if the step has others."""
+        if self.sd_adapter is None:
+            return False
+        imported = {f"{MODEL}.{name}": tensor for name, tensor in self.sd_adapter.to_hf(states).items()}
+        if not imported.keys() <= reader.read_metadata().state_dict_metadata.keys():
+            return False
+        dcp.load(imported, storage_reader=reader)
+        names = {name.removeprefix(f"{MODEL}."): tensor for name, tensor in imported.items()}
+        self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(names))
         return True
 
     def _find_load_step(self, folder: str = "") -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import pwd
@@ -17,75 +16,14 @@ from pathlib import Path
 import pytest
 
 from tests.dataio.sidecar.conftest import wait_for
+from tests.support.slurm_node import SLURM, Node, slurm_node
 from tests.support.tier_nodes import free_port
-
-SLURM = Path(__file__).parents[2] / "deploy" / "slurm"
-
-
-@dataclass
-class Node:
-    """A folder that stands for a node, and its scripts' environment."""
-
-    folder: Path
-    environment: dict[str, str]
-
-    @property
-    def run(self) -> Path:
-        return self.folder / f"headrace-{getpass.getuser()}"
-
-    @property
-    def socket(self) -> Path:
-        return self.run / "sidecar.sock"
-
-    def script(self, name: str, job: int) -> None:
-        environment = {**self.environment, "SLURM_JOB_ID": str(job)}
-        done = subprocess.run([SLURM / name], env=environment, timeout=150, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    @property
-    def daemon(self) -> int | None:
-        """The daemon's process, None once it has ended."""
-        try:
-            pid = int((self.run / "sidecar.sock.lock").read_text())
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except (OSError, ValueError):
-            return None
-        return pid if b"sidecar" in command else None
 
 
 @pytest.fixture
 def node() -> Iterator[Node]:
-    with tempfile.TemporaryDirectory(prefix="mr-") as name:
-        folder = Path(name)
-        (folder / "bin").mkdir()
-        headrace = folder / "bin" / "headrace"
-        headrace.write_text(f'#!/bin/sh\nexec {sys.executable} -m headrace.dataio.cli "$@"\n')
-        requeue = folder / "bin" / "scontrol"
-        requeue.write_text(f'#!/bin/sh\necho "$@" >> {folder}/scontrol.log\n')
-        srun = folder / "bin" / "srun"  # one task, and its exit code; a signal of Slurm's goes to the task alone
-        srun.write_text(f'#!/bin/bash\nshift\n"$@" & echo $! > {folder}/task; wait $!; exit $?\n')
-        for script in (headrace, requeue, srun):
-            script.chmod(0o755)
-        environment = {
-            **os.environ,
-            "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
-            "PYTHONPATH": os.fspath(SLURM.parents[1]),
-            "HEADRACE_BIN": os.fspath(headrace),
-            "HEADRACE_RUN_DIR": name,
-            "HEADRACE_CACHE_DIR": os.fspath(folder / "cache"),
-            "HEADRACE_SLURM_OPTIONS": "--cache-bytes 64MiB",
-            "SLURM_JOB_USER": getpass.getuser(),
-            "SLURM_JOB_NAME": "train",
-            "PYTHON": sys.executable,
-            "TRAIN": os.fspath(SLURM / "train.py"),
-            "CHECKPOINTS": os.fspath(folder / "ck"),
-        }
-        for unwanted in ("HEADRACE_SIDECAR", "NOTIFY_SOCKET"):
-            environment.pop(unwanted, None)
-        made = Node(folder, environment)
+    with slurm_node() as made:
         yield made
-        if made.daemon is not None:
-            os.kill(made.daemon, signal.SIGKILL)
 
 
 def test_a_users_jobs_share_a_sidecar_which_drains_after_the_last(node: Node) -> None:

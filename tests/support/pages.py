@@ -14,9 +14,10 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.forked_programs import ForkedPrograms
 
 ROOT = Path(__file__).parents[2]
 _FENCE = re.compile(
@@ -74,26 +75,25 @@ def run(page: Path, folder: Path) -> list[str]:
         AssertionError: A command failed. The message has the end of the output.
     """
     found = blocks(page)
-    (programs := folder / "programs").mkdir()
-    for name, module in (("python", ""), ("headrace", "-m headrace "), ("torchrun", "-m torch.distributed.run ")):
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module}"$@"\n')
-        (programs / name).chmod(0o755)
+    programs = folder / "programs"
     (work := folder / "work").mkdir()
     (runtime := folder / "run").mkdir(mode=0o700)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HEADRACE_", "AWS_"))}
     environment |= {"PATH": f"{programs}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HOME": str(folder)}
     environment |= {"XDG_RUNTIME_DIR": str(runtime), "TMPDIR": str(runtime), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHON_EXEC": str(programs / "python")}  # torchrun starts its ranks by it
     (script := folder / "page.sh").write_text(_script(found))
     log = folder / "log"
-    with log.open("wb") as out:
-        bash = subprocess.Popen(
-            ["bash", str(script)], cwd=work, env=environment, stdout=out, stderr=out, start_new_session=True
-        )
-    try:
-        code = bash.wait(240)
-    finally:  # programs that the page left in the background
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(bash.pid, signal.SIGKILL)
+    with ForkedPrograms(programs):
+        with log.open("wb") as out:
+            bash = subprocess.Popen(
+                ["bash", str(script)], cwd=work, env=environment, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            code = bash.wait(240)
+        finally:  # programs that the page left in the background
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(bash.pid, signal.SIGKILL)
     text = log.read_text(errors="replace").replace(str(work), "/home/you")
     assert code == 0, f"{page.name}: exit code {code}\n{text[-3000:]}"
     return [re.split(r"\n?" + re.escape(_END) + r"\d+\n", text)[number] for number in range(len(found))]
