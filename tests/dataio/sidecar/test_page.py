@@ -21,7 +21,7 @@ from tests.support.browser import Browser, needs_browser
 
 RUN = "flow-7b"
 SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
-"""A folder that gets the pictures of the page. `page-1280-light.png` and `-dark` are docs/pictures/status-light.png and `-dark`."""
+"""A folder that gets pictures of the page: docs/pictures/status-light.png is its page-1280-light.png, and so in dark."""
 STEPS = 500 if SHOTS else 30
 """Steps of the job before it is looked at. Pictures for the documentation have two minutes in their charts."""
 NOTHING_CUT = "[...document.querySelectorAll('dd')].every((e) => e.scrollWidth <= e.clientWidth)"
