@@ -336,7 +336,7 @@ class Checkpointer(RunExtras):
         """Restore `state` in place; call it on all ranks. Restoring changes nothing in the run.
 
         A later save of a step newer than the run's newest step continues from that newest step, whichever step was
-        restored. A later save of any other step begins a branch (docs/explanation/checkpoints.md). Mesh, placement and number of
+        restored. A later save of any other step begins a branch (docs/explanation/commit.md). Mesh, placement and number of
         ranks may differ from the save.
 
         Args:

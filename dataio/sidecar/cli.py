@@ -94,7 +94,7 @@ def _forget(options: argparse.Namespace) -> int:
 
     tier = ask(options).get("tier")
     if not tier:
-        raise NotFoundError("this sidecar has no local tier", hint="see tier_dir in docs/explanation/sidecar.md")
+        raise NotFoundError("this sidecar has no local tier", hint="see tier_dir in docs/reference/sidecar.md")
     local_tier = LocalTier(Path(tier["directory"]), TierLimits(tier["budget_bytes"], tier["steps"]))
     chosen = [r for r in local_tier.records(run=options.run) if options.step in (None, r.step)]
     if not chosen:

@@ -62,7 +62,7 @@ def site_text(name: str, path: Path, places: Mapping[Path, str]) -> str:
     def link(match: re.Match[str]) -> str:
         image, words, target, anchor = match[1], match[2], match[3], match[4] or ""
         if image or not target or "://" in target or target.startswith("mailto:"):
-            return match[0] if not image else f"![{words}]({_below(name, path, target)})"
+            return match[0] if not image else f"![{words}]({_below(name, path, target)}){_theme(target)}"
         file = Path(os.path.normpath(path.parent / target))
         if file in places:
             return f"[{words}]({os.path.relpath(places[file], Path(name).parent)}{anchor})"
@@ -73,6 +73,12 @@ def site_text(name: str, path: Path, places: Mapping[Path, str]) -> str:
 
     parts = _BLOCK.split(path.read_text())
     return "".join(_shell(part) if part.startswith("```") else _LINK.sub(link, part) for part in parts)
+
+
+def _theme(image: str) -> str:
+    """The class of a picture that is for one theme only: `X-light.png` or `X-dark.png`."""
+    found = re.search(r"-(light|dark)\.png$", image)
+    return f"{{.only-{found[1]}}}" if found else ""
 
 
 def _below(name: str, path: Path, target: str) -> str:

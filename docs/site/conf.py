@@ -14,7 +14,7 @@ copyright = "the Headrace authors"
 release = version = version_of("headrace")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
-myst_enable_extensions = ["colon_fence"]
+myst_enable_extensions = ["attrs_inline", "colon_fence"]
 myst_heading_anchors = 4
 suppress_warnings = ["misc.highlighting_failure"]  # shortened examples (with "…") are not complete programs
 highlight_language = "text"

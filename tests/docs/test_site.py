@@ -127,6 +127,13 @@ def test_every_page_is_in_a_table_of_contents(pages: dict[str, str]) -> None:
     assert sorted(set(pages) - listed) == []
 
 
+def test_a_picture_for_one_theme_is_shown_in_that_theme_only(pages: dict[str, str]) -> None:
+    page = pages["reference/sidecar.md"]
+    assert "(../pictures/status-light.png){.only-light}" in page
+    assert "(../pictures/status-dark.png){.only-dark}" in page
+    assert "cache.svg){" not in pages["explanation/cache.md"]
+
+
 def test_the_texts_for_language_models_name_every_page(pages: dict[str, str], tmp_path: Path) -> None:
     build.write_texts(pages, tmp_path)
     listing, whole = (tmp_path / "llms.txt").read_text(), (tmp_path / "llms-full.txt").read_text()

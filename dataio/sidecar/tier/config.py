@@ -68,7 +68,7 @@ class TierConfig:
             if path is None or not path.is_file():
                 raise UsageError(
                     f"a buddy needs tls_{name}: {path or 'it is not set'}",
-                    hint="name a PEM file; see docs/explanation/sidecar.md",
+                    hint="name a PEM file; see docs/explanation/tier.md",
                 )
         if self.listen is not None and not self.welcome:
             raise UsageError(

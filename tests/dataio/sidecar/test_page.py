@@ -21,6 +21,9 @@ from tests.support.browser import Browser, needs_browser
 
 RUN = "flow-7b"
 SHOTS = os.environ.get("HEADRACE_SCREENSHOTS")
+"""A folder that gets pictures of the page: docs/pictures/status-light.png is its page-1280-light.png, and so in dark."""
+STEPS = 500 if SHOTS else 30
+"""Steps of the job before it is looked at. Pictures for the documentation have two minutes in their charts."""
 NOTHING_CUT = "[...document.querySelectorAll('dd')].every((e) => e.scrollWidth <= e.clientWidth)"
 COMMANDS = {"checkpoint": [sys.executable, "-m", "headrace.checkpoint.saving.commit_worker"]}
 
@@ -50,9 +53,9 @@ def job(daemon: RunningDaemon, media: Path, tmp_path: Path) -> Iterator[Job]:
 
     def saved() -> bool:
         assert process.poll() is None, (tmp_path / "trainer.log").read_text()
-        return any(line["last_step"] and line["steps"] > 30 for line in daemon.status()["training"])
+        return any(line["last_step"] and line["steps"] > STEPS for line in daemon.status()["training"])
 
-    wait_for(saved, 120)
+    wait_for(saved, 180 if SHOTS else 120)
     yield Job(daemon, stop, process)
     stop.touch()
     assert process.wait(60) == 0, (tmp_path / "trainer.log").read_text()

@@ -94,7 +94,7 @@ def test_sighup_reads_limits_again_and_keeps_them_when_the_file_is_wrong(daemon:
 
 
 def test_the_page_names_every_setting_and_no_other() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "explanation" / "sidecar.md").read_text()
-    table = page.partition("### Settings")[2].partition("\n## ")[0]
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "sidecar.md").read_text()
+    table = page.partition("## Settings")[2].partition("\n## ")[0]
     first = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     assert {name for cell in first for name in re.findall(r"`(\w+)`", cell)} == {s.name for s in settings.SETTINGS}
