@@ -53,7 +53,7 @@ soak: $(FRAMEWORKS)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not gpu and not alone' --hypothesis-profile explore -o faulthandler_timeout=3700
 	$(BIN)/python -m pytest -m alone --hypothesis-profile explore
 
-# What each extra weighs, in MB of site-packages: the table of README.md.
+# What each extra weighs, in MB of site-packages: the table of docs/howto/install.md.
 extras: $(READY)
 	@for extra in core s3 data sql torch dali ray otel sidecar; do \
 	  rm -rf build/extra && $(PYTHON) -m venv --without-pip build/extra && \

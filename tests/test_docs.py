@@ -19,6 +19,7 @@ from headrace.dataio.cli import COMMANDS, main
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("deploy/**/*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+ROOMS = ("dataio", "loaders", "checkpoint", "bench")
 MODULES = {"dcp", "dist", "io", "json", "np", "os", "sys", "torch"}
 _TABLE_CODE = re.compile(r"`(headrace [^`]+)`")
 
@@ -92,3 +93,21 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def map_of_the_code() -> str:
+    return (ROOT / "CONTRIBUTING.md").read_text().partition("## Where things are\n")[2].partition("\n## ")[0]
+
+
+def test_the_map_of_the_code_names_every_folder() -> None:
+    code = [path.parent.relative_to(ROOT) for room in ROOMS for path in ROOT.glob(f"{room}/**/*.py")]
+    folders = {folder for folder in code if len(folder.parts) == 2 or folder.parts[:2] == ("dataio", "shards")}
+    assert sorted(str(folder) for folder in folders if f"{folder.name}/" not in map_of_the_code()) == []
+
+
+def test_everything_on_the_map_of_the_code_exists() -> None:
+    paths = {f"/{path.relative_to(ROOT)}" for room in ROOMS for path in ROOT.glob(f"{room}/**/*")}
+    paths |= {f"{path}/" for path in paths if (ROOT / path[1:]).is_dir()} | {f"/{room}/" for room in ROOMS}
+    named = re.findall(r"`([\w/]+/|[\w/]+\.py)`", map_of_the_code())
+    assert len(named) > 50
+    assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
@@ -201,3 +203,15 @@ def test_a_missing_package_is_one_line_that_names_the_extra(core: Bare, argument
 def test_a_public_name_whose_package_is_missing_names_the_extra(core: Bare, line: str) -> None:
     done = core.run(str(core.python), "-c", line)
     assert done.stderr.rstrip().endswith("torch is not installed (pip install 'headrace[torch]')")
+
+
+def test_the_page_about_installation_names_every_extra_and_the_packages_that_it_adds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras: dict[str, list[str]] = {"": project["dependencies"], **project["optional-dependencies"]}
+    page = (ROOT / "docs" / "howto" / "install.md").read_text()
+    assert {"", *re.findall(r"headrace\[([\w-]+)\]", page)} == set(extras)
+    rows = re.findall(r"^\| `headrace(?:\[([\w-]+)\])?` \|[^|]*\|([^|]*)\|[^|]*\|$", page, re.MULTILINE)
+    assert len(rows) == 10
+    for extra, adds in rows:
+        added = {Requirement(line).name for line in extras[extra]} - {"headrace"}
+        assert added <= set(re.findall(r"[\w-]+", adds)), extra

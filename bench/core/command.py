@@ -78,7 +78,7 @@ def benchmark(
         ),
         argument("--directory", type=Path, help="where to write; a temporary folder by default"),
         argument("-o", "--output", type=Path, help="write raw samples and environment to this JSON file"),
-        json_option("print that JSON"),
+        json_option("that JSON"),
     )
 
     def decorate(fill: Fill) -> Command:

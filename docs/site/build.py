@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 OUTSIDE = {
     "README.md": "overview.md",
+    "examples/README.md": "examples.md",
     "CONTRIBUTING.md": "contributing.md",
     "deploy/README.md": "deploying.md",
     "CHANGELOG.md": "changes.md",
@@ -133,6 +134,7 @@ _ORDER = (
     "start",
     "overview",
     "tutorials",
+    "examples",
     "howto",
     "explanation",
     "reference",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
@@ -36,6 +37,7 @@ html_copy_source = False
 html_use_index = True
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "_static" / "search.js")
 html_theme_options = {"navigation_with_keys": True, "top_of_page_buttons": []}
 
 

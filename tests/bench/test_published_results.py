@@ -1,4 +1,7 @@
-"""Published results: they can be read, name no folder of a machine, and hold the figures that the README shows."""
+"""Published results: they can be read, name no folder of a machine, and hold the figures that two tables show.
+
+The tables are the README's and the summary of docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,13 @@ def test_folders_of_this_machine_do_not_get_into_a_command() -> None:
     assert shown(["--directory=/scratch/me", "--where", "a=b/c"]) == ["--directory=…/me", "--where", "a=b/c"]
 
 
-def rows() -> Iterator[tuple[str, str, list[str]]]:
-    """(what, benchmark, figures) of the README's table of what was measured."""
-    table = (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\nPages:")[0]
+TABLES = {"README.md": "## Measured\n", "docs/benchmarks.md": "## Summary\n"}
+"""The pages whose tables are checked → the headings above these tables."""
+
+
+def rows(page: str) -> Iterator[tuple[str, str, list[str]]]:
+    """(what, benchmark, figures) of the page's table of what was measured."""
+    table = (ROOT / page).read_text().partition(TABLES[page])[2].partition("\n## ")[0]
     benchmark = ""
     for line in table.splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
@@ -69,7 +76,8 @@ def rows() -> Iterator[tuple[str, str, list[str]]]:
         yield cells[0], benchmark, [figure.replace(",", "") for figure in figures]
 
 
-def test_the_figures_of_the_readme_are_in_the_files_or_named_with_command_and_date() -> None:
+@pytest.mark.parametrize("page", TABLES)
+def test_the_figures_of_a_table_are_in_the_files_or_named_with_command_and_date(page: str) -> None:
     values: dict[str, set[float]] = {}
     for run in runs():
         for part in run.parts:
@@ -77,9 +85,9 @@ def test_the_figures_of_the_readme_are_in_the_files_or_named_with_command_and_da
                 values.setdefault(part.name, set()).update(
                     value for one in found.metrics.values() for value in middles(one)
                 )
-    elsewhere = (KEPT / "README.md").read_text().partition("## Figures of the README that no file holds")[2]
-    checked = list(rows())
-    assert len(checked) > 5, "the README's table was not found"
+    elsewhere = (KEPT / "README.md").read_text().partition("## Figures that no file holds")[2]
+    checked = list(rows(page))
+    assert len(checked) > 5, "the table was not found"
     for what, benchmark, figures in checked:
         assert figures, what
         missing = [figure for figure in figures if not any(shows(figure, value) for value in values.get(benchmark, ()))]

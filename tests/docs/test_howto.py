@@ -48,7 +48,7 @@ FIRST_SAVES = {"dcp", "metadata"}
 SMALLER = {"buckets": [("64 * 16", "8 * 16"), ("multiple=8", "multiple=1"), ("32 * 512", "7 * 512")]}
 """Settings of a page that are too large for datasets of eight clips."""
 NOT_RUN = {
-    "installs packages": 1,
+    "installs packages": 2,
     "needs VAST": 2,
     "needs a bucket": 1,
     "needs a daemon": 1,

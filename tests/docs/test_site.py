@@ -6,6 +6,9 @@ import argparse
 import inspect
 import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from headrace.dataio.cli import COMMANDS
 from headrace.dataio.core import errors, metrics
 from headrace.dataio.sidecar import settings
 from headrace.loaders import AudioLoader
+from tests.support.browser import Browser, needs_browser
 
 pytestmark = pytest.mark.slow
 ROOT = build.ROOT
@@ -140,3 +144,21 @@ def test_the_texts_for_language_models_name_every_page(pages: dict[str, str], tm
     assert all(f"({name.removesuffix('.md')}.html)" in listing for name in pages if name != "index.md")
     assert listing.index("(start.html)") < listing.index("(tutorials/index.html)") < listing.index("(howto/index.html)")
     assert build.title(pages["start.md"]) in whole
+
+
+@needs_browser
+def test_the_search_finds_pages_from_a_file_url_the_glossary_first(tmp_path: Path) -> None:
+    (source := tmp_path / "source").mkdir()
+    shutil.copy(build.DOCS / "site" / "conf.py", source)
+    shutil.copytree(build.DOCS / "_static", source / "_static")
+    (source / "design").mkdir()
+    for name in ("index", "a", "glossary", "design/0001-a"):
+        (source / f"{name}.md").write_text(f"---\norphan:\n---\n# The page {name}\n\nA tombstone.\n")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", str(source), str(site := tmp_path / "site")]
+    subprocess.run(command, check=True, cwd=ROOT)
+    results = "[...document.querySelectorAll('#search-results li a')].map(link => link.getAttribute('href'))"
+    with Browser(tmp_path / "profile") as browser:
+        browser.look(f"{(site / 'search.html').as_uri()}?q=tombstone", 1280, 900, "light")
+        browser.wait_until(f"{results}.length == 4")
+        assert browser.evaluate(results) == ["glossary.html", "a.html", "index.html", "design/0001-a.html"]
+        assert browser.errors == []
