@@ -279,15 +279,16 @@ def test_what_cannot_work_is_refused_with_the_next_step(values: dict[str, Any], 
 
 
 @needs_helm
-def test_alerts_and_the_dashboard_are_those_of_the_repository(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["", "https://wiki.example/x"], ids=["none", "given"])
+def test_alerts_and_the_dashboard_are_those_of_the_repository(base: str, tmp_path: Path) -> None:
     more = {
-        "prometheusRule": {"enabled": True, "runbookBase": "https://wiki.example/x"},
+        "prometheusRule": {"enabled": True, "runbookBase": base},
         "dashboard": {"enabled": True},
     }
     (tmp_path / "values.yaml").write_text(yaml.safe_dump({"image": {"digest": f"sha256:{'1' * 64}"}} | more))
     objects = helm_chart.rendered(tmp_path / "values.yaml")
     text = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
-    expected = yaml.safe_load(text.replace("https://docs.example/headrace", "https://wiki.example/x"))
+    expected = yaml.safe_load(text.replace("runbook_url: ", f"runbook_url: {base}/") if base else text)
     assert one(objects, "PrometheusRule")["spec"] == expected
     board = (ROOT / "deploy" / "grafana" / "headrace.json").read_text()
     assert json.loads(one(objects, "ConfigMap")["data"]["headrace.json"]) == json.loads(board)
