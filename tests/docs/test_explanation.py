@@ -16,9 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from headrace import pack
+from headrace.loaders.decode import registry
 from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.support import pages
 from tests.support.page_runs import PageRun, fill_bucket, opened
+from tests.support.written_media import write_clip, write_wav
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 DOCS = pages.ROOT / "docs"
@@ -35,23 +38,30 @@ ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fill_bucket(tmp_path_factory.mktemp("bucket"))
+    """The bucket of the pages, with a dataset "ds" of clips with sound."""
+    bucket = fill_bucket(tmp_path_factory.mktemp("bucket"))
+    for number in range(16):
+        clip = write_clip(bucket / "films" / f"{number:02}.mp4", frames=60 + number)
+        write_wav(clip.with_suffix(".wav"), 2.0)
+    pack([bucket / "films"], bucket / "ds", workers=1).close()
+    return bucket
 
 
 @pytest.fixture
 def run(page: Path, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageRun]:
     bucket, folder = tmp_path / "bucket", tmp_path / "here"
     shutil.copytree(filled, bucket, copy_function=os.link)
-    shutil.copytree(bucket / "clips", bucket / "ds")
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HEADRACE_SIDECAR", "off")
+    monkeypatch.setattr(registry, "_registered", registry.all_decoders())
     with opened(page, bucket, folder) as prepared, prepared.stack:
         names = prepared.names
         names["checkpointer"].save(1300, names["state"]).result(60)
         names["scheduler"] = torch.optim.lr_scheduler.ConstantLR(names["optimizer"])
+        names["state"] = {**names["state"], "scheduler": names["scheduler"]}
         names["tracer"] = SimpleNamespace(start_as_current_span=lambda name, attributes: contextlib.nullcontext())
-        names["MyDecoder"] = PyAVDecoder
+        names |= {"MyDecoder": PyAVDecoder, "step": 1400}
         (folder / "state.json").write_text(json.dumps(names["loader"].state_dict()))
         (folder / "suspects.txt").write_text("made_00\n")
         prepared.places["--ranks 64"] = "--ranks 2"  # ranks that divide the small batch

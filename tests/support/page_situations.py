@@ -23,9 +23,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import safetensors.numpy
 import torch
+from fsspec import register_implementation
 
 from headrace import Checkpointer, Clip, Dataset, VideoLoader, pack
+from headrace.checkpoint.filesystem import HeadraceFileSystem
 from headrace.checkpoint.repository import tags
+from headrace.dataio.core import tracing
 from headrace.dataio.store.open import open_store
 from tests.dataio.sidecar.conftest import RunningDaemon
 from tests.support import lerobot_set
@@ -37,9 +40,15 @@ from tests.support.written_media import write_clip, write_wav
 FIRST_SAVES = {"dcp", "metadata", "publishing", "trackers", "fsspec"}
 """Pages that save the first steps of the run "exp42"."""
 CHANGES = {
-    "buckets": {"64 * 16": "8 * 16", "multiple=8": "multiple=1", "32 * 512": "7 * 512"},
+    "buckets": {
+        "64 * 16": "8 * 16",
+        "multiple=8": "multiple=1",
+        "32 * 512": "7 * 512",
+        "(2, 5, 15), budget=600": "(2, 3), budget=6",
+    },
     "fields": {'device="cuda"': 'device="cpu"'},
-    "vast-and-nfs": {"8MiB,64MiB": "8KiB,64KiB"},
+    "versions": {"between 2": "between 1", "720": "48"},
+    "vast-and-nfs": {"8MiB,64MiB": "8KiB --threads 1 --rounds 1 --seconds 0.05"},
 }
 """Settings of a page that are too large for datasets of eight clips, or need a GPU."""
 IN_A_BUCKET = {"indexing", "s3-credentials", "versions"}
@@ -191,6 +200,8 @@ def publishing(run: PageRun) -> None:
 
 
 def fsspec(run: PageRun) -> None:
+    register_implementation("headrace", HeadraceFileSystem, clobber=True)  # as the entry point of the package does
+    run.stack.callback(HeadraceFileSystem.clear_instance_cache)
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(8, 4)})
     pq.write_table(pa.table({"score": [0.5]}), run.folder / "scores.parquet")
     with Checkpointer(run.repository, run="exp42", sidecar=None) as checkpointer:
@@ -221,6 +232,8 @@ def daemon(run: PageRun) -> None:
 def debug_a_slow_run(run: PageRun) -> None:
     daemon(run)
     os.environ["HEADRACE_EVENTS"] = str(run.folder / "events")  # the test restores it
+    run.stack.callback(setattr, tracing, "_tracer", tracing._tracer)
+    tracing._tracer = None
     with VideoLoader(str(run.bucket / "clips"), batch_size=2, clip=Clip(frames=2), sidecar=None) as loader:
         assert len(list(loader)) == 4
 
