@@ -157,10 +157,11 @@ def _claim(message: str) -> bool:
     job = os.environ.get("MASTER_PORT") or os.environ.get("SLURM_STEP_ID") or os.getppid()
     parts = (os.getuid(), os.environ.get("SLURM_JOB_ID"), os.environ.get("MASTER_ADDR"), job, message)
     name = hashlib.sha256(repr(parts).encode()).hexdigest()
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         claim.bind(f"\0headrace-warning-{name}")
     except OSError as error:
+        claim.close()
         return error.errno != errno.EADDRINUSE and is_first("node")
     _claim_sockets.append(claim)  # open until the process ends
     return True

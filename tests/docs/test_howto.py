@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio import verify
+from headrace.dataio.sidecar import settings
 from tests.support import pages
 from tests.support.page_runs import PageRun, fill_bucket, opened, run_blocks
 from tests.support.page_situations import CHANGES, FIRST_SAVES, IN_A_BUCKET, SITUATIONS
@@ -82,6 +83,20 @@ def test_the_blocks_of_a_page_run(page: Path, run: PageRun) -> None:
 def test_the_blocks_of_a_page_run_in_a_bucket(page: Path, run: PageRun, s3_url: str) -> None:
     run.places["s3://bucket"] = s3_url
     run_page(page, run)
+
+
+def test_the_daemon_takes_the_settings_that_the_pages_show(tmp_path: Path) -> None:
+    (toml,) = [block.text for block in pages.blocks(HOWTO / "size-a-sidecar.md") if block.language == "toml"]
+    (file := tmp_path / "sidecar.toml").write_text(toml)
+    assert settings.read({}, {"HEADRACE_SIDECAR_CONFIG": str(file)}).config.tier_bytes == 500 << 30
+    (env,) = [
+        block.text for block in pages.blocks(HOWTO / "deploy-systemd.md") if "HEADRACE_SIDECAR_CACHE_DIR" in block.text
+    ]
+    shown = dict(line.split("=", 1) for line in env.splitlines())
+    assert shown["AWS_PROFILE"]
+    tiers = settings.read({}, shown).config.cache_dir
+    assert isinstance(tiers, tuple)
+    assert [str(tier.path) for tier in tiers] == ["/nvme0/headrace-alice", "/nvme1/headrace-alice"]
 
 
 def test_the_blocks_that_are_not_run_are_known() -> None:
