@@ -35,7 +35,7 @@ from headrace.checkpoint.format.metadata import printable
 from headrace.checkpoint.repository import check, collect, survey, tags, usage
 from headrace.checkpoint.repository.retention import Keep, Plan
 from headrace.checkpoint.repository.step_usage import GroupUsage, StepUsage, step_usage
-from headrace.dataio.core.cli import apply_option, command, json_option, one_line
+from headrace.dataio.core.cli import apply_option, byte_progress, command, json_option, one_line
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.store.base import Store
@@ -136,7 +136,8 @@ def ckpt(options: argparse.Namespace) -> int:
         if options.action == "ls":
             report = cli_metadata.listed(store, options)
         else:
-            report = check.check(store, options.run, data=not options.quick)
+            with byte_progress("checking", _steps_text, quiet=options.json) as progress:
+                report = check.check(store, options.run, data=not options.quick, progress=progress)
     if options.json:
         print(json.dumps(cli_metadata.report_as_json(report), indent=1))
     elif options.action == "ls":
@@ -144,6 +145,10 @@ def ckpt(options: argparse.Namespace) -> int:
     else:
         _print_check(report, quick=options.quick)
     return 0 if report.clean else CorruptionError.exit_code
+
+
+def _steps_text(done: check.CheckProgress) -> str:
+    return counted(done.steps, "step")
 
 
 def _print_steps(report: survey.Report, options: argparse.Namespace) -> None:

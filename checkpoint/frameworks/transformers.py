@@ -46,7 +46,7 @@ from headrace.checkpoint.repository.steps import MissingStepError
 from headrace.checkpoint.rng import RNG
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import UnsupportedError
-from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.log import get_logger, warn_first
 
 __all__ = ["LoaderTrainer", "RepositoryCallback", "RepositoryTrainer"]
 
@@ -170,7 +170,7 @@ class RepositoryTrainer(LoaderTrainer):  # type: ignore[misc, unused-ignore]
         try:
             self._restore({"model": self.model}, best)
         except MissingStepError as error:  # as the Trainer does
-            _log.warning("the best model cannot be loaded; the newest one is used: %s", error)
+            warn_first(_log, "job", "the best model cannot be loaded; the newest one is used: %s", error)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
@@ -217,7 +217,9 @@ class RepositoryCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if "loader" in into:
             to_next_batch(into["loader"])
         else:
-            _log.warning(
+            warn_first(
+                _log,
+                "job",
                 "step %d is restored, but the Trainer's data starts from the beginning: a callback cannot skip batches. "
                 "RepositoryTrainer continues at the next batch",
                 state.global_step,

@@ -112,7 +112,8 @@ class DirectReader:
             return True
         except (OSError, TransientError) as error:
             reason = str(error.__cause__ or error).partition("\n")[0]
-            warn_once(_log, f"cuFile could not read from {self._root}, reading through host memory: {reason}")
+            message = f"cuFile could not read from {self._root}, reading through host memory: {reason}"
+            warn_once(_log, message, "node")
             return False
 
     def _file(self, key: str) -> GpuFile:

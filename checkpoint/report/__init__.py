@@ -1,1 +1,1 @@
-"""One page about a repository: runs, forks, sizes, failures, published names and metadata (docs/howto/trackers.md)."""
+"""One page about a repository: runs, forks, sizes, failures, published names and metadata (docs/howto/report.md)."""

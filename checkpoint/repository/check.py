@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,8 +51,32 @@ class _Needs:
                 self.users[name.key].append((step, manifest))
 
 
-def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clock = SYSTEM_CLOCK) -> Report:
-    """Check the repository, or one run. With `data=False` the chunks themselves are not read."""
+@dataclass(frozen=True, slots=True)
+class CheckProgress:
+    """The progress of a check: bytes of chunks, read and in total, and the number of steps that need them."""
+
+    bytes: int
+    bytes_total: int
+    steps: int
+
+
+def check(
+    store: Store,
+    run: str | None = None,
+    *,
+    data: bool = True,
+    clock: Clock = SYSTEM_CLOCK,
+    progress: Callable[[CheckProgress], None] | None = None,
+) -> Report:
+    """Check the repository, or one run.
+
+    Args:
+        store: The repository.
+        run: A run, or None for all of them.
+        data: Whether the chunks themselves are read.
+        clock: The time by which unfinished attempts are judged.
+        progress: Called after each chunk, by several threads but one at a time. Default: None.
+    """
     report = survey(store, run, clock)
     steps = list(_open_steps(store, report))
     needs = _Needs()
@@ -60,7 +84,7 @@ def check(store: Store, run: str | None = None, *, data: bool = True, clock: Clo
         needs.add(step)
     existing = _check_tables(store, needs, report)
     if data:
-        _check_data(store, existing, needs, report)
+        _check_data(store, existing, needs, report, progress)
     _check_descriptions(store, steps, report)
     if report.problems:
         report.problems = _of_remaining_steps(store, steps, report.problems)
@@ -139,8 +163,15 @@ def _compare(key: str, chunk: Chunk, table: Mapping[int, pack.Entry], needs: _Ne
         report.problems.append(Problem(key, difference, _hits(needs, key, [chunk])))
 
 
-def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Report) -> None:
+def _check_data(
+    store: Store,
+    packs: Sequence[str],
+    needs: _Needs,
+    report: Report,
+    progress: Callable[[CheckProgress], None] | None,
+) -> None:
     lock = threading.Lock()
+    total = sum(chunk.stored for key in packs for chunk in needs.chunks[key].values())
     bad: dict[str, list[Chunk]] = defaultdict(list)
 
     def use(key: str, chunk: Chunk, payload: memoryview | None) -> None:
@@ -149,6 +180,8 @@ def _check_data(store: Store, packs: Iterable[str], needs: _Needs, report: Repor
             report.bytes_read += chunk.stored
             if payload is None:
                 bad[key].append(chunk)
+            if progress is not None:
+                progress(CheckProgress(report.bytes_read, total, len(report.steps)))
 
     fetch.fetch(store, (b for key in packs for b in fetch.batches(key, needs.chunks[key].values())), use)
     for key, chunks in sorted(bad.items()):

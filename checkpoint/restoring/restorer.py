@@ -57,7 +57,7 @@ from headrace.checkpoint.state.own_states import refusing_first
 from headrace.checkpoint.state.tensors import LocalTensor, TensorSink
 from headrace.checkpoint.tier.restoring import Found, NodeTier, log_offline, log_sources, node_tier
 from headrace.dataio.core.errors import MismatchError, UsageError
-from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.log import get_logger, warn_first
 from headrace.dataio.sidecar.connection import SidecarName
 from headrace.dataio.store.base import Store
 
@@ -225,7 +225,7 @@ class Restorer:
             apply(work, self._ranks, reader)
             log_sources(reader, found.base.step)
         if work.todo.skipped:
-            _log.warning("step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
+            warn_first(_log, "node", "step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
         return found
 
     def _finder(
@@ -271,7 +271,7 @@ class Restorer:
         )
         if self._ranks.world_size == 1:
             raise UsageError(message, hint=_FORCE_HINT if set(selection.unmatched) == {"force"} else _PATTERN_HINT)
-        _log.warning("%s on this rank", message)
+        warn_first(_log, "node", "%s on this rank", message)
 
     def _fit(self, state: dict[str, Any], sealed: Sealed, reader: Store, selection: Selection) -> Fitted:
         """Read the manifests and compare the step with the state. All ranks call it."""

@@ -26,7 +26,7 @@ import torch
 from headrace.checkpoint.format.chunking import Layout, TensorSpec
 from headrace.checkpoint.saving.copy_threads import CopyPool, num_copy_threads
 from headrace.dataio.core.errors import CapacityError, DeadlineError, HeadraceError
-from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.log import get_logger, warn_first
 
 _ROUND = 2 << 20
 _PAGE = 4096
@@ -104,7 +104,7 @@ def _pin(tensor: torch.Tensor) -> bool:
         # clear CUDA's sticky error; otherwise the trainer's next kernel launch would report it
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
-        _log.warning("the staging arena could not be pinned (CUDA error %d); copies will be slower", failed)
+        warn_first(_log, "node", "the staging arena could not be pinned (CUDA error %d); copies will be slower", failed)
     return not failed
 
 
@@ -234,7 +234,7 @@ class Staging:
             with device:
                 self._fitting(layout)
         except HeadraceError as error:  # the next save tries again, and raises the error
-            _log.warning("the staging arena could not be allocated in advance: %s", error)
+            warn_first(_log, "node", "the staging arena could not be allocated in advance: %s", error)
         finally:
             self.give_back()
 

@@ -32,7 +32,7 @@ from headrace.checkpoint.repository import fetch
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.saving.plan import OwnManifest
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, UnsupportedError
-from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.log import get_logger, warn_first, warn_once
 from headrace.dataio.store.base import Store
 
 LEAST_SHARE = 4
@@ -104,7 +104,8 @@ def load(
                 _add(fetch.manifests_like(store, base.of(run).run, base, rank, world_size, replicas), known)
             known.bases.append(base)
         except (NotFoundError, CorruptionError, UnsupportedError) as error:
-            _log.warning("step %d cannot be used for deduplication; all chunks are written: %s", base.step, error)
+            message = "step %d cannot be used for deduplication; all chunks are written: %s"
+            warn_first(_log, "node", message, base.step, error)
     _drop_sparse_packs(store, run, known)
     return known
 

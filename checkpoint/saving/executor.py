@@ -136,7 +136,7 @@ class SaveExecutor:
         try:
             return sidecar, _stage(sidecar, save)
         except HeadraceError as error:
-            warn_once(_log, f"the sidecar did not take the save over, saving inside this process: {error}")
+            warn_once(_log, f"the sidecar did not take the save over, saving inside this process: {error}", "node")
             may_have_started = sidecar.broken or isinstance(error, DeadlineError)
             self.close()
             return (sidecar if may_have_started else None), None
@@ -205,7 +205,7 @@ class SaveExecutor:
                 return result
             except BaseException as error:
                 if isinstance(error, UsageError) and not owner.released:  # it may only concern the daemon's environment
-                    warn_once(_log, f"the sidecar cannot save, saving inside this process: {error}")
+                    warn_once(_log, f"the sidecar cannot save, saving inside this process: {error}", "node")
                     save.handed_over("process")
                     return self._commit_in_process(save, shared=False)
                 if not isinstance(error, TransientError) or not sidecar.broken:

@@ -43,7 +43,7 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.core.files import file_lock
 from headrace.dataio.core.limits import format_bytes
-from headrace.dataio.core.log import get_logger
+from headrace.dataio.core.log import get_logger, warn_first
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.sidecar.connection import SidecarName
 from headrace.dataio.store.base import Store
@@ -91,7 +91,7 @@ class NodeTier:
         try:
             return self._sidecar.recall(source, key, RECALL_SECONDS)
         except HeadraceError as error:
-            _log.warning("could not fetch %s from the buddy: %s", key, error)
+            warn_first(_log, "node", "could not fetch %s from the buddy: %s", key, error)
             return False
 
     def send(self, store: Store, run: str) -> None:
@@ -117,7 +117,7 @@ class NodeTier:
         try:
             reported = self._sidecar.status().get("tier") if self._sidecar is not None else None
         except HeadraceError as error:
-            _log.warning("could not ask the sidecar for the directory of the tier: %s", error)
+            warn_first(_log, "node", "could not ask the sidecar for the directory of the tier: %s", error)
             return None
         if not isinstance(reported, dict) or not reported.get("directory"):
             return None
@@ -150,7 +150,8 @@ def latest(local_tier: LocalTier | None, url: str, run: str, step: int | str | B
 
 def log_offline(run: str, base: Base) -> None:
     """Log that a step is restored from the tier while the store is unreachable. No lease is written for it."""
-    _log.warning("the store cannot be reached: restoring step %d of run %s from the node's tier", base.step, run)
+    message = "the store cannot be reached: restoring step %d of run %s from the node's tier"
+    warn_first(_log, "node", message, base.step, run)
 
 
 def outdated(run: str, restored: Base, newer: Base | None) -> ConflictError:
@@ -319,7 +320,7 @@ def _logged(problem: str) -> Iterator[None]:
     try:
         yield
     except (HeadraceError, OSError) as error:
-        _log.warning("%s: %s", problem, error)
+        warn_first(_log, "node", "%s: %s", problem, error)
 
 
 @contextlib.contextmanager

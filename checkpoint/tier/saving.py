@@ -131,7 +131,7 @@ def open_local_tier(folder: Path, size: int, steps: int) -> LocalTier | None:
     try:
         return LocalTier(folder, TierLimits(size, steps))
     except (OSError, HeadraceError) as error:
-        warn_once(_log, f"the tier in {folder} cannot be used: {error}")
+        warn_once(_log, f"the tier in {folder} cannot be used: {error}", "node")
         return None
 
 

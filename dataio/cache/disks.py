@@ -106,7 +106,7 @@ class Disks:
         self._paused[tier] = self._clock.monotonic() + RECOVER_SECONDS
         all_failed = len(self._paused) == len(self.tiers)
         instead = "reading from the store directly" if all_failed else "using the other tiers"
-        warn_once(_log, f"the cache in {self.tiers[tier].path} cannot be written ({error.strerror}): {instead}")
+        warn_once(_log, f"the cache in {self.tiers[tier].path} cannot be written ({error.strerror}): {instead}", "node")
 
     def recovered(self) -> list[int]:
         """End the pauses that are over; returns their tiers."""
@@ -291,6 +291,7 @@ def out_of_descriptors(error: OSError) -> bool:
             _log,
             "the cache's files cannot be opened, because this process has too many open files: reading from the store "
             "directly (raise the limit, LimitNOFILE= in systemd)",
+            "node",
         )
     return exhausted
 

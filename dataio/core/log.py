@@ -9,7 +9,11 @@ Invariants:
 * One line of the program logs at most `RECORDS` records of level INFO or above in `SECONDS`. The next record has the
   number of dropped ones. So a client that is refused a thousand times a second does not fill the disk.
 
-Failure behaviour: `warn_once` remembers a limited number of messages. Further messages are not logged.
+* What several ranks of a node notice is a warning of the first that notices it, and a record of level DEBUG of the others.
+  What all ranks of a job notice is a warning of rank 0.
+
+Failure behaviour: `warn_once` remembers a limited number of messages. Further messages are not logged. Without Unix
+sockets, the rank with the local number 0 warns for its node.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ _RANKS: dict[Group, tuple[str, ...]] = {
 }
 _FORMATTER = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
 _logged: set[str] = set()
+_CLAIMS_LIMIT = 64
+_claims: dict[str, bool] = {}
+_claim_sockets: list[Any] = []
 
 
 class _Redacting(logging.Filter):
@@ -107,11 +114,57 @@ def is_first(group: Group) -> bool:
 def warn_once(logger: logging.Logger, message: str, per: Group = "process") -> None:
     """Log `message` as a warning, once per process.
 
-    With `per`, only the first rank of the job or the node logs it, because the others would log the same fact.
+    With `per`, it is a warning of one process of the node or the job, and a record of level DEBUG of the others.
     """
-    if message not in _logged and len(_logged) < _ONCE_LIMIT and is_first(per):
+    if message not in _logged and len(_logged) < _ONCE_LIMIT:
         _logged.add(message)
-        logger.warning(message, extra={_ONCE: True})
+        logger.log(_level(per, message), message, extra={_ONCE: True})
+
+
+def warn_first(logger: logging.Logger, per: Group, message: str, *arguments: object) -> None:
+    """Log a warning in one process of the node or the job, each time. The other processes log it at level DEBUG.
+
+    It is for what may happen again, such as a lost connection; `warn_once` is for what stays as it is. The choice of the
+    process depends on the message without its arguments.
+    """
+    logger.log(_level(per, message), message, *arguments, stacklevel=2)
+
+
+def _level(per: Group, message: str) -> int:
+    warns = _claims_on_node(message) if per == "node" else is_first(per)
+    return logging.WARNING if warns else logging.DEBUG
+
+
+def _claims_on_node(message: str) -> bool:
+    """Whether this process warns of `message` for its job on this node: it is the first that has the message.
+
+    The claim is the name of an abstract Unix socket. The kernel frees it when the process ends.
+    """
+    if not any(os.environ.get(name) for name in _RANKS["node"]):
+        return True
+    if message not in _claims:
+        if len(_claims) >= _CLAIMS_LIMIT:
+            return is_first("node")
+        _claims[message] = _claim(message)
+    return _claims[message]
+
+
+def _claim(message: str) -> bool:
+    import errno
+    import hashlib
+    import socket
+
+    job = os.environ.get("MASTER_PORT") or os.environ.get("SLURM_STEP_ID") or os.getppid()
+    parts = (os.getuid(), os.environ.get("SLURM_JOB_ID"), os.environ.get("MASTER_ADDR"), job, message)
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0headrace-warning-{name}")
+    except OSError as error:
+        claim.close()
+        return error.errno != errno.EADDRINUSE and is_first("node")
+    _claim_sockets.append(claim)  # open until the process ends
+    return True
 
 
 def setup(level: str = "INFO") -> None:

@@ -77,7 +77,7 @@ class EventLog:
                 self._append(line)
             except OSError as error:
                 self._broken = True
-                warn_once(_log, f"the event log in {self._directory} stopped: {error.strerror}")
+                warn_once(_log, f"the event log in {self._directory} stopped: {error.strerror}", "node")
 
     @property
     def path(self) -> Path:
@@ -258,9 +258,8 @@ def find_opentelemetry(environ: Mapping[str, str]) -> OpenTelemetry | None:
             return OpenTelemetry(trace.get_tracer("headrace"))
         return OpenTelemetry(_make_provider(sdk, environ).get_tracer("headrace")) if exported else None
     except ImportError as error:
-        warn_once(
-            _log, f"the environment names a collector, but no spans are sent: {error}; pip install 'headrace[otel]'"
-        )
+        message = f"the environment names a collector, but no spans are sent: {error}; pip install 'headrace[otel]'"
+        warn_once(_log, message, "node")
         return None
 
 

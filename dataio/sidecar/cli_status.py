@@ -87,14 +87,23 @@ def _head(state: State) -> Text:
 
 
 def _cache(state: State) -> Text:
-    cache, rates = state["cache"], state.get("rates") or {}
+    cache = state["cache"]
     text = (
         f"cache   {format_bytes(cache['used_bytes'])} of {format_bytes(cache['budget_bytes'])} in {cache['files']} files, "
-        f"{format_bytes(cache['fetched_bytes'])} fetched; now {_rate(rates.get('cache_bytes_per_second'))} from cache, "
-        f"{_rate(rates.get('fetched_bytes_per_second'))} fetched, hits {_share(rates.get('hit_ratio'))}, "
-        f"{cache['waiting']} requests waiting"
+        f"{format_bytes(cache['fetched_bytes'])} fetched; {_reads(state)}, {cache['waiting']} requests waiting"
     )
     return Text(text + (", PAUSED: disk not writable" if cache["paused"] else ""))
+
+
+def _reads(state: State) -> str:
+    """The reads of the last minute. Without any, there is no share of hits."""
+    rates = state.get("rates")
+    if not rates:
+        return "no reads yet"
+    fetched = f"{_rate(rates.get('fetched_bytes_per_second'))} fetched"
+    if rates.get("hit_ratio") is None:
+        return f"now {fetched}, no reads in the last minute"
+    return f"now {_rate(rates.get('cache_bytes_per_second'))} from cache, {fetched}, hits {_share(rates['hit_ratio'])}"
 
 
 def cache_lines(state: State) -> list[Text]:

@@ -169,9 +169,8 @@ class SidecarReader:
                 # no room in the daemon's cache: read exactly these bytes
                 return stream(self._store, key, ranges)
             except (HeadraceError, OSError) as error:
-                warn_once(
-                    _log, f"the sidecar could not serve {self._where.url}; this process reads it directly: {error}"
-                )
+                problem = f"the sidecar could not serve {self._where.url}; this process reads it directly: {error}"
+                warn_once(_log, problem, "node")
         return self._fallback().read(key, ranges)
 
     def read_into(self, key: str, pieces: Sequence[tuple[int, memoryview]]) -> None:

@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import Literal
 
 from headrace.dataio.core.errors import HeadraceError
-from headrace.dataio.core.log import get_logger, is_first, warn_once
+from headrace.dataio.core.log import get_logger, is_first, warn_first, warn_once
 from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.dataio.shards.sample import Sample, VideoInfo
 from headrace.loaders.decode.base import Color, Decoded, Decoder, Request
@@ -227,7 +227,7 @@ class ChoosingDecoder:
         """Warn once for each codec, since the fallback takes CPU time that the user wanted to save."""
         if codec not in self._warned_of:
             self._warned_of.add(codec)
-            _log.warning("%s decodes some %s that the chosen decoder refuses: %s", FALLBACK, codec, error)
+            warn_first(_log, "node", "%s decodes some %s that the chosen decoder refuses: %s", FALLBACK, codec, error)
 
 
 def explain(

@@ -110,11 +110,12 @@ def write(skipped: SkippedSample, version: int, folder: Path | None) -> None:
                 warn_once(
                     _log,
                     f"{path} is full: skipped samples are no longer recorded (`headrace quarantine --clear --apply`)",
+                    "node",
                 )
         finally:
             os.close(file)
     except (OSError, HeadraceError) as error:
-        warn_once(_log, f"skipped samples cannot be recorded: {error}")
+        warn_once(_log, f"skipped samples cannot be recorded: {error}", "node")
 
 
 def read(folder: Path, dataset: str | None = None) -> Iterator[Record | None]:

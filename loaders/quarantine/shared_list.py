@@ -423,7 +423,9 @@ class FollowedList:
             why = skipped.key, skipped.code, skipped.reason
             self.list.append([Entry(*location, *why, self._run, epoch, suspected=True, process=PROCESS)])
         except HeadraceError as error:
-            warn_once(_log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}")
+            warn_once(
+                _log, f"bad samples are kept in the loader's state, since the list cannot take them: {error}", "node"
+            )
             self._sealed = True  # do not try again, since the trainer waits for this call
             return False
         return (

@@ -121,7 +121,7 @@ def compute(work: Work) -> Arrays:
     except OSError as error:
         if folder is not None and error.errno in (errno.ENOSPC, errno.EDQUOT):
             shutil.rmtree(folder, ignore_errors=True)  # so the disk does not stay full
-        warn_once(_log, f"this process does not share arrays with the other processes of this machine: {error}")
+        warn_once(_log, f"this process does not share arrays with the other processes of this machine: {error}", "node")
         return _compute_alone(work)
     finally:
         work.release()

@@ -231,6 +231,26 @@ def test_the_network_policy_is_that_of_the_jobs_pods_and_names_the_store() -> No
     }
 
 
+def test_the_schema_takes_the_values_that_the_guide_shows() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    page = (ROOT / "docs" / "howto" / "deploy-kubernetes.md").read_text()
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text())
+    shown = [yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)]
+    values = [each for each in shown if "spec" not in each]  # the rest is a part of a pod
+    assert len(values) == 3
+    for each in values:
+        if "image" in each:
+            each["image"]["digest"] = f"sha256:{'1' * 64}"  # the page leaves it out
+        jsonschema.validate(_merged(defaults, each), schema)
+
+
+def _merged(defaults: Any, given: Any) -> Any:
+    """Values over the defaults, as Helm merges them: objects by their entries, everything else as a whole."""
+    if not (isinstance(defaults, dict) and isinstance(given, dict)):
+        return given
+    return defaults | {name: _merged(defaults.get(name), value) for name, value in given.items()}
+
+
 def test_the_schema_takes_the_defaults_and_each_setting_of_the_daemon_once() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     jsonschema.Draft7Validator.check_schema(schema)
@@ -279,15 +299,16 @@ def test_what_cannot_work_is_refused_with_the_next_step(values: dict[str, Any], 
 
 
 @needs_helm
-def test_alerts_and_the_dashboard_are_those_of_the_repository(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", ["", "https://wiki.example/x"], ids=["none", "given"])
+def test_alerts_and_the_dashboard_are_those_of_the_repository(base: str, tmp_path: Path) -> None:
     more = {
-        "prometheusRule": {"enabled": True, "runbookBase": "https://wiki.example/x"},
+        "prometheusRule": {"enabled": True, "runbookBase": base},
         "dashboard": {"enabled": True},
     }
     (tmp_path / "values.yaml").write_text(yaml.safe_dump({"image": {"digest": f"sha256:{'1' * 64}"}} | more))
     objects = helm_chart.rendered(tmp_path / "values.yaml")
     text = (ROOT / "deploy" / "prometheus" / "rules.yml").read_text()
-    expected = yaml.safe_load(text.replace("https://docs.example/headrace", "https://wiki.example/x"))
+    expected = yaml.safe_load(text.replace("runbook_url: ", f"runbook_url: {base}/") if base else text)
     assert one(objects, "PrometheusRule")["spec"] == expected
     board = (ROOT / "deploy" / "grafana" / "headrace.json").read_text()
     assert json.loads(one(objects, "ConfigMap")["data"]["headrace.json"]) == json.loads(board)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import yaml
@@ -11,7 +12,8 @@ from headrace.dataio.sidecar.settings import SETTINGS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "howto" / "runbook.md").read_text()
-RULES = yaml.safe_load((ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
+FILE = ROOT / "deploy" / "prometheus" / "rules.yml"
+RULES = yaml.safe_load(FILE.read_text())
 ALERTS = [rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule]
 
 
@@ -27,9 +29,17 @@ def test_each_section_says_what_it_means_where_to_look_and_what_to_do() -> None:
 
 def test_each_alert_links_to_its_section() -> None:
     for rule in ALERTS:
-        assert rule["annotations"]["runbook_url"].endswith(f"/howto/runbook.html#{rule['alert'].lower()}")
+        assert rule["annotations"]["runbook_url"] == f"howto/runbook.html#{rule['alert'].lower()}"
     for target in re.findall(r"\(#(\w+)\)", PAGE):
         assert target in {rule["alert"].lower() for rule in ALERTS}
+
+
+def test_the_command_in_the_rules_and_on_the_page_writes_the_address_of_the_documentation() -> None:
+    (command,) = re.findall(r"(?m)^#   (sed .*) rules.yml > ", FILE.read_text())
+    assert command in PAGE
+    written = subprocess.run(["sh", "-c", f"{command} {FILE}"], check=True, capture_output=True, text=True).stdout
+    links = re.findall(r"(?m)^ +runbook_url: (.*)$", written)
+    assert links == [f"https://docs.mysite.org/headrace/howto/runbook.html#{rule['alert'].lower()}" for rule in ALERTS]
 
 
 def test_each_setting_that_it_advises_exists() -> None:

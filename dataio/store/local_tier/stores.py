@@ -203,7 +203,8 @@ class WriteThroughTier(Wrapper):
     def go_on_without(self, error: Exception) -> None:
         """Stop using the tier, after one warning."""
         self.whole = False
-        warn_once(_log, f"the tier in {self._tier.root} cannot be used; the save goes to the store only: {error}")
+        message = f"the tier in {self._tier.root} cannot be used; the save goes to the store only: {error}"
+        warn_once(_log, message, "node")
 
     def end(self) -> None:
         """Cancel the sends that have not begun, and release the reservation."""

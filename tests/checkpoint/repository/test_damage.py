@@ -287,3 +287,12 @@ def test_a_document_that_was_edited_is_refused_and_one_without_a_digest_is_read(
         decode(data.replace(b'"timeline": 1', b'"timeline": 2'), Timeline, "t")
     plain = data[: data.index(b',\n "digest"')] + b"\n}\n"
     assert decode(plain, Timeline, "t") == made
+
+
+def test_a_check_reports_how_much_it_has_read_of_how_much() -> None:
+    store, _ = repository_with_everything()
+    seen = list[check.CheckProgress]()
+    report = check.check(store, progress=seen.append)
+    assert [done.bytes for done in seen] == sorted(done.bytes for done in seen)
+    assert (seen[-1].bytes, seen[-1].bytes_total) == (report.bytes_read, report.bytes_read)
+    assert {done.steps for done in seen} == {3}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import sys
 import types
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from headrace.dataio.core.json import parse_json
 from tests.support.waiting import wait_for
 
 SECONDS = 60
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "howto" / "trackers.md"
 METADATA: Metadata = {
     "loss": 2.5,
     "eval/acc": 0.75,
@@ -190,20 +188,3 @@ def test_wandb_itself_accepts_them_offline(tmp_path: Path, monkeypatch: pytest.M
     texts = (b"checkpoint-exp", b"step-20", b"published-policy")
     # W&B's own process may write the file after `finish` has returned
     wait_for(lambda: all(text in stored.read_bytes() for text in texts), SECONDS)
-
-
-def test_the_programs_of_the_page_run(mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboard", reason="the extra trackers is not installed")
-    monkeypatch.chdir(tmp_path)
-    sent = list[str]()
-    shown = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    programs = [each for each in shown if "wandb" not in each]
-    assert len(programs) == 3
-    for number, program in enumerate(programs):
-        model = torch.nn.Linear(3, 2)
-        names = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), 0.1), "send": sent.append}
-        exec(program.replace("s3://bucket/checkpoints", str(tmp_path / f"store-{number}")), names)
-    with names["checkpointer"] as checkpointer:  # type: ignore[attr-defined]
-        checkpointer.save(7, {"model": model}, metadata={"loss": 0.5})
-    assert re.fullmatch(r"step 7: file:///\S+/fate, loss 0\.5", sent[0])
-    assert list((tmp_path / "logs" / "exp42").iterdir())

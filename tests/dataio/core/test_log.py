@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import time
 import pytest
 
 from headrace.dataio.core import log
-from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.log import get_logger, warn_first, warn_once
 
 
 def test_secrets_are_redacted_for_handlers_of_the_application_too(caplog: pytest.LogCaptureFixture) -> None:
@@ -86,15 +87,38 @@ def test_a_message_that_all_ranks_would_log_is_logged_by_the_first(
     for rank, local_rank in (("0", "0"), ("9", "0"), ("9", "1")):
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("LOCAL_RANK", local_rank)
-        for per in ("process", "node", "job"):
+        for per in ("process", "job"):
             warn_once(logger, f"rank {rank}/{local_rank}, once per {per}", per)
     assert [record.message for record in caplog.records] == [
-        *(f"rank 0/0, once per {per}" for per in ("process", "node", "job")),
-        *(f"rank 9/0, once per {per}" for per in ("process", "node")),
+        *(f"rank 0/0, once per {per}" for per in ("process", "job")),
+        "rank 9/0, once per process",
         "rank 9/1, once per process",
     ]
     monkeypatch.delenv("RANK")
     assert log.is_first("job")
+
+
+def test_a_process_that_is_not_the_first_with_a_message_on_its_node_does_not_warn(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_logged", set())
+    monkeypatch.setattr(log, "_claims", {})
+    monkeypatch.setattr(log, "_claim_sockets", held := [])
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", f"of process {os.getpid()}")
+    logger = get_logger("test.node")
+    assert log._claim("slow disk")  # as another process would have it
+    for message in ("slow disk", "no sidecar"):
+        warn_once(logger, message, "node")
+    for number in range(2):
+        warn_first(logger, "node", "try %d failed", number)
+    assert [record.message for record in caplog.records] == ["no sidecar", "try 0 failed", "try 1 failed"]
+    for number in range(log._CLAIMS_LIMIT):
+        warn_once(logger, f"message {number}", "node")
+    assert len(held) == log._CLAIMS_LIMIT  # then the rank with the local number 0 warns
+    assert len(caplog.records) == 3 + log._CLAIMS_LIMIT - len(("slow disk", "no sidecar", "try %d failed"))
+    for claim in held:
+        claim.close()
 
 
 def test_the_first_process_of_a_node_is_known_also_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

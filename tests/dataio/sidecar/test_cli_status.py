@@ -42,6 +42,18 @@ def test_the_terminal_shows_what_the_page_shows(daemon: RunningDaemon, capsys: p
         assert len(json.dumps(state)) < 60_000
 
 
+def test_the_share_of_hits_is_shown_only_if_something_was_read_in_the_last_minute() -> None:
+    cache = {"used_bytes": 0, "budget_bytes": 1 << 30, "files": 0, "fetched_bytes": 0, "waiting": 0, "paused": False}
+
+    def shown(**rates: float | None) -> str:
+        return cli_status._cache({"cache": cache, "rates": rates}).plain.partition("0 B fetched; ")[2]
+
+    assert shown() == "no reads yet, 0 requests waiting"
+    assert shown(fetched_bytes_per_second=0, hit_ratio=None).endswith("no reads in the last minute, 0 requests waiting")
+    read = shown(fetched_bytes_per_second=1e6, cache_bytes_per_second=3e6, hit_ratio=0.75)
+    assert read.endswith("fetched, hits 75.0 %, 0 requests waiting")
+
+
 def test_the_terminal_says_how_prefetching_did_against_its_forecast() -> None:
     tier = {"used_bytes": 1 << 20, "budget_bytes": 1 << 30, "directory": "/dev/shm/m\x1b", "paused": True}
     nvme = {**tier, "directory": "/nvme", "medium": "disk", "hit_bytes": 3 << 20, "paused": False}
