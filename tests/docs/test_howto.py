@@ -53,7 +53,11 @@ NOT_RUN = {
     "needs a bucket": 1,
     "needs a daemon": 1,
     "needs a run with event logs": 1,
+    "needs litdata": 2,
+    "needs megatron-energon": 1,
+    "needs mosaicml-streaming": 2,
     "needs the disks of a node": 1,
+    "needs the state of a trainer": 1,
 }
 """Blocks that are shown and not run, by reason, on all pages of the site."""
 
