@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import runpy
 import shlex
 import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +12,14 @@ import torch
 
 from headrace.dataio.cli import main
 from tests.support import pages
+from tests.support.migrations import RECORDED, run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 HOWTO = pages.ROOT / "docs" / "howto" / "migrate"
-RECORDED = pages.ROOT / "tests" / "examples" / "recorded"
 SMALLER = {
     "energon": [('train", 16, ', 'train", 2, trust_mounts=True, '), ("}), 16, ", "}), 2, trust_mounts=True, ")],
-    "mds": [("mds/train", "mds")],
+    "litdata": [('dataset", 16', 'dataset", 2')],
+    "mds": [("mds/train", "mds"), ('dataset", 16', 'dataset", 2')],
     "webdataset": [
         ("{0000..0999}", "{000..003}"),
         ("0000.tar", "000.tar"),
@@ -37,12 +34,10 @@ RUN = sorted(page for page in HOWTO.glob("*.md") if pages.blocks(page))
 
 @pytest.fixture
 def bucket(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in place of the bucket, with the data set of the page. The working directory has the examples, too."""
-    (tmp_path / "examples").symlink_to(pages.ROOT / "examples")
+    """The folder in place of the bucket, with the data set of the page."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HEADRACE_SIDECAR", "off")
     monkeypatch.setenv("HEADRACE_QUARANTINE", str(tmp_path / "quarantine"))
-    monkeypatch.syspath_prepend(str(pages.ROOT / "examples" / "migrate"))
     (folder := tmp_path / "bucket").mkdir()
     if page.stem == "webdataset":
         (folder / "set").mkdir()
@@ -72,23 +67,15 @@ def scope(tmp_path: Path) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "train": train, "batches": range(100), "torch": torch}
 
 
-def run_commands(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_commands(text: str) -> None:
     for line in text.replace("\\\n", " ").splitlines():
         match shlex.split(line, comments=True):
             case ["headrace", *words]:
                 assert main(words) == 0, line
             case ["python", script, *words]:
-                monkeypatch.setattr(sys, "argv", [script, *words])
-                with contextlib.suppress(CleanExit):
-                    runpy.run_path(script, run_name="__main__")
+                assert run_script(Path(script).name, *words) == 0, line
             case words:
                 assert not words, line
-
-
-@pytest.fixture(autouse=True)
-def forget_tars() -> Iterator[None]:
-    yield
-    sys.modules.pop("tars", None)
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
@@ -97,7 +84,6 @@ def test_the_blocks_of_a_page_run(
     bucket: Path,
     scope: dict[str, Any],
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     printed = ""
     for block in pages.blocks(page):
@@ -109,9 +95,8 @@ def test_the_blocks_of_a_page_run(
         elif block.runs and block.language in pages.PYTHON:
             exec(compile(text, page.name, "exec"), scope)
         elif block.runs:
-            run_commands(text, monkeypatch)
+            run_commands(text)
         printed = capsys.readouterr().out
     for name in ("loader", "checkpointer"):
-        if hasattr(scope.get(name), "close"):
-            with contextlib.suppress(Exception):
-                scope[name].close()
+        if (made := scope.get(name)) is not None and type(made).__module__.startswith("headrace"):
+            made.close()

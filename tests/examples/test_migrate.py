@@ -14,7 +14,7 @@ import runpy
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +23,24 @@ import pytest
 
 from headrace import Dataset
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
+from tests.support.migrations import RECORDED, SCRIPTS, run_script
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "examples" / "migrate"
-RECORDED = Path(__file__).parent / "recorded"
 Run = Callable[..., str]
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Run a script as `python examples/migrate/SCRIPT ARGUMENTS` does, in this process, and return what it prints."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a script, compare its exit code with `code`, and return what it prints."""
 
     def start(script: str, *arguments: object, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
         capsys.readouterr()
-        try:
-            runpy.run_path(str(SCRIPTS / script), run_name="__main__")
-            found: Any = 0
-        except SystemExit as ended:
-            found = ended.code or 0
+        found = run_script(script, *arguments)
         output = capsys.readouterr()
         assert found == code, output.out + output.err
         return output.out + output.err
 
-    yield start
-    sys.modules.pop("tars", None)
+    return start
 
 
 @pytest.fixture
@@ -203,7 +194,7 @@ def test_plain_chunks_of_litdata_become_tars_with_the_same_bytes_and_values(
     tmp_path: Path, run: Run, without: Callable[[str], None]
 ) -> None:
     without("litdata")
-    options = ["--file", "clip=mp4", "--text-field", "about_caption", "--check"]
+    options = ["--file", "raw=bin", "--text-field", "about_caption", "--check"]
     output = run("from_litdata.py", RECORDED / "litdata", tmp_path / "set", *options)
     with Dataset(tmp_path / "set") as dataset:
         assert [sample.text for sample in dataset] == [row["about_caption"] for row in expected("litdata")]
@@ -211,7 +202,7 @@ def test_plain_chunks_of_litdata_become_tars_with_the_same_bytes_and_values(
             assert (
                 json.loads(dataset.read(sample, "json"))
                 | {
-                    "clip": digest(dataset.read(sample, "mp4")),
+                    "raw": digest(dataset.read(sample, "bin")),
                     "still": digest(dataset.read(sample, "jpg")),
                 }
                 == row
@@ -230,12 +221,12 @@ def test_chunks_that_only_litdata_can_read_are_refused_without_it(
     for change in ({"compression": "zstd"}, {"encryption": {"algorithm": "fernet"}}, {"item_loader": "TokensLoader"}):
         index.write_text(json.dumps({**document, "config": {**document["config"], **change}}))
         with pytest.raises(UnsupportedError, match="need litData") as error:
-            run("from_litdata.py", source, tmp_path / "set", "--file", "clip=mp4")
+            run("from_litdata.py", source, tmp_path / "set", "--file", "raw=bin")
         assert "pip install litdata" in str(error.value)
     formats = ["pickle" if kind == "int" else kind for kind in document["config"]["data_format"]]
     index.write_text(json.dumps({**document, "config": {**document["config"], "data_format": formats}}))
     with pytest.raises(UnsupportedError, match="formats pickle"):
-        run("from_litdata.py", source, tmp_path / "set", "--file", "clip=mp4")
+        run("from_litdata.py", source, tmp_path / "set", "--file", "raw=bin")
 
 
 def test_what_hostile_chunks_of_litdata_claim_is_refused(
@@ -243,7 +234,7 @@ def test_what_hostile_chunks_of_litdata_claim_is_refused(
 ) -> None:
     without("litdata")
     source = copy_of("litdata", tmp_path)
-    arguments = ["from_litdata.py", source, tmp_path / "set", "--file", "clip=mp4"]
+    arguments = ["from_litdata.py", source, tmp_path / "set", "--file", "raw=bin"]
     document = json.loads((source / "index.json").read_text())
     name = document["chunks"][0]["filename"]
     data = bytearray((source / name).read_bytes())
@@ -271,7 +262,7 @@ def test_litdata_reads_its_own_chunks_with_arrays_audio_and_compression(tmp_path
             assert json.loads(dataset.read(sample, "json")) == {"label": number, "caption": f"number {number}"}
             matrix = np.load(io.BytesIO(dataset.read(sample, "matrix.npy")))
             np.testing.assert_array_equal(matrix, np.full((2, 3), number, np.float32))
-    run("from_litdata.py", RECORDED / "litdata", tmp_path / "recorded", "--file", "clip=mp4", "--check")
+    run("from_litdata.py", RECORDED / "litdata", tmp_path / "recorded", "--file", "raw=bin", "--check")
 
 
 # --- Energon and WebDataset

@@ -38,12 +38,12 @@ def picture(number: int) -> bytes:
 
 
 def video(number: int) -> bytes:
-    """Six frames of MPEG-4, 32 x 32 pixels."""
+    """Six frames of MPEG-4, 64 x 48 pixels."""
     with av.open(out := io.BytesIO(), "w", format="mp4") as file:
         stream: Any = file.add_stream("mpeg4", rate=6)
-        stream.width = stream.height = 32
+        stream.width, stream.height = 64, 48
         for frame in range(6):
-            shade = np.full((32, 32, 3), 20 * number + 4 * frame, np.uint8)
+            shade = np.full((48, 64, 3), 20 * number + 4 * frame, np.uint8)
             file.mux(stream.encode(av.VideoFrame.from_ndarray(shade, format="rgb24")))
         file.mux(stream.encode())
     return out.getvalue()
@@ -88,7 +88,7 @@ def litdata_sample(n: int) -> dict[str, Any]:
     still = Image.open(io.BytesIO(picture(n)))
     still.filename = ""
     about = {"caption": caption(n), "label": n % 3}
-    return {"still": still, "clip": video(n), "about": about, "score": n / 8, "even": n % 2 == 0}
+    return {"still": still, "raw": bytes([n] * 5), "about": about, "score": n / 8, "even": n % 2 == 0}
 
 
 def litdata(folder: Path) -> None:
@@ -100,7 +100,7 @@ def litdata(folder: Path) -> None:
     rows = list[dict[str, Any]]()
     for row in StreamingDataset(str(folder / "litdata"), serializers={"jpeg": BytesSerializer()}):
         about = {f"about_{key}": value for key, value in row.pop("about").items()}
-        media = {name: digest(bytes(row.pop(name))) for name in ("still", "clip")}
+        media = {name: digest(bytes(row.pop(name))) for name in ("still", "raw")}
         rows.append({**about, **row, **media})
     write_expected(folder / "litdata", rows)
 
