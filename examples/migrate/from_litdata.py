@@ -59,11 +59,17 @@ def paths_of(spec: Mapping[str, Any], path: tuple[str | int, ...] = ()) -> Itera
 
 
 class LitdataFolder:
-    """The chunks of a folder with an `index.json`."""
+    """The chunks of a folder with an `index.json`. litData keeps the chunks that it reads in the folder `cache`."""
 
-    def __init__(self, store: Store, url: str, chosen: Mapping[str, str]) -> None:
+    def __init__(self, store: Store, url: str, chosen: Mapping[str, str], cache: str) -> None:
         found = json.loads(store.get("index.json", max_bytes=256 << 20))
-        self._store, self._url, self._config, self._chunks = store, url, found["config"], found["chunks"]
+        self._store, self._url, self._cache, self._config, self._chunks = (
+            store,
+            url,
+            cache,
+            found["config"],
+            found["chunks"],
+        )
         self._formats: list[str] = self._config["data_format"]
         self._paths = list(paths_of(json.loads(self._config["data_spec"])[1]))
         self._names = ["_".join(map(str, path)) or "value" for path in self._paths]
@@ -110,12 +116,10 @@ class LitdataFolder:
         from litdata import StreamingDataset
         from litdata.streaming.serializers import BytesSerializer
 
-        cache = tempfile.TemporaryDirectory(prefix="from-litdata-")
         as_stored = {kind: BytesSerializer() for kind in {*self._kinds} & MEDIA.keys()}
-        options = {"cache_dir": cache.name, "max_cache_size": "1GB"} if "://" in self._url else {}
-        dataset = StreamingDataset(self._url, serializers=as_stored, **options)
+        dataset = StreamingDataset(self._url, cache_dir=self._cache, max_cache_size="1GB", serializers=as_stored)
 
-        def read(chunk: Mapping[str, Any], first: int, keep: Any = cache) -> Iterator[Row]:
+        def read(chunk: Mapping[str, Any], first: int) -> Iterator[Row]:
             for number in range(first, first + chunk["chunk_size"]):
                 tree = dataset[number]
                 yield [functools.reduce(operator.getitem, path, tree) for path in self._paths]
@@ -156,8 +160,8 @@ def main() -> None:
     parser.add_argument("--text-field", help="the value that is the text of a sample (default: caption)")
     parser.add_argument("--check", action="store_true", help="afterwards, compare all bytes of both")
     args = parser.parse_args()
-    with open_store(args.source) as store:
-        folder = LitdataFolder(store, args.source, extensions(args.file))
+    with open_store(args.source) as store, tempfile.TemporaryDirectory(prefix="from-litdata-") as cache:
+        folder = LitdataFolder(store, args.source, extensions(args.file), cache)
         with convert(folder.shards(), args.dataset, text_field=args.text_field) as dataset:
             if args.check:
                 samples = (sample for shard in folder.shards() for sample in shard.samples())

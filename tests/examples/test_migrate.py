@@ -12,6 +12,8 @@ import json
 import os
 import runpy
 import shutil
+import signal
+import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -21,10 +23,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace import Dataset
+from headrace import Dataset, open_store
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
 from tests.support.migrations import RECORDED, SCRIPTS, run_script
 
+ROOT = Path(__file__).parents[2]
 Run = Callable[..., str]
 pytestmark = pytest.mark.slow
 
@@ -67,7 +70,7 @@ def expected(name: str) -> list[dict[str, Any]]:
     return found
 
 
-def rows_of(dataset: Path, arrays: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+def rows_of(dataset: Path | str, arrays: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """The samples of a converted dataset in the form of `expected.json`: media by digest, arrays as lists."""
     rows = list[dict[str, Any]]()
     with Dataset(dataset) as found:
@@ -100,6 +103,16 @@ def test_shards_of_mds_become_tars_with_the_same_bytes_and_values(name: str, tmp
     assert len(list((tmp_path / "set" / "tars").iterdir())) == len(list((RECORDED / name).glob("shard.*"))) > 1
 
 
+@pytest.mark.s3
+def test_shards_in_a_bucket_are_converted_into_a_bucket(s3_url: str, run: Run) -> None:
+    with open_store(f"{s3_url}/mds") as store:
+        for path in (RECORDED / "mds").iterdir():
+            store.put(path.name, path.read_bytes())
+    output = run("from_mds.py", f"{s3_url}/mds", f"{s3_url}/set", "--file", "clip=mp4", "--check")
+    assert "8 samples with" in output
+    assert rows_of(f"{s3_url}/set", arrays=("tokens", "pair")) == expected("mds")
+
+
 def test_a_conversion_that_failed_continues_with_the_tar_that_is_missing(tmp_path: Path, run: Run) -> None:
     source, target = copy_of("mds", tmp_path), tmp_path / "set"
     shard = source / "shard.00001.mds"
@@ -115,6 +128,24 @@ def test_a_conversion_that_failed_continues_with_the_tar_that_is_missing(tmp_pat
     assert os.path.samestat(before, (target / "tars" / "000000.tar").stat())
     assert rows_of(target, arrays=("tokens", "pair")) == expected("mds")
     assert "tars/" not in run("from_mds.py", source, target, "--file", "clip=mp4", "--check")
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("point", "tars"), [("store.posix.written#2", 1), ("store.posix.named#2", 2)])
+def test_a_conversion_that_was_killed_continues_and_loses_nothing(
+    point: str, tars: int, tmp_path: Path, run: Run
+) -> None:
+    target, mark = tmp_path / "set", tmp_path / "mark"
+    command = [sys.executable, SCRIPTS / "from_mds.py", RECORDED / "mds", target, "--file", "clip=mp4"]
+    crash = {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=os.environ | crash, stdout=subprocess.DEVNULL)
+    assert done.returncode == -signal.SIGKILL
+    assert mark.read_text().strip() == point.partition("#")[0]
+    before = {path.name: path.stat().st_ino for path in target.glob("tars/*.tar")}
+    assert len(before) == tars
+    run("from_mds.py", RECORDED / "mds", target, "--file", "clip=mp4", "--check")
+    assert before.items() <= {path.name: path.stat().st_ino for path in target.glob("tars/*.tar")}.items()
+    assert rows_of(target, arrays=("tokens", "pair")) == expected("mds")
 
 
 def test_the_check_names_samples_that_differ_are_missing_or_are_too_many(tmp_path: Path, run: Run) -> None:
@@ -250,8 +281,6 @@ def test_what_hostile_chunks_of_litdata_claim_is_refused(
 
 def test_litdata_reads_its_own_chunks_with_arrays_audio_and_compression(tmp_path: Path, run: Run) -> None:
     pytest.importorskip("litdata")
-    import subprocess
-
     subprocess.run([sys.executable, Path(__file__).with_name("write_litdata.py"), tmp_path / "source"], check=True)
     run("from_litdata.py", tmp_path / "source", tmp_path / "set", "--file", "raw=bin", "--check")
     with Dataset(tmp_path / "set") as dataset:
