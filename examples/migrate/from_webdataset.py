@@ -1,0 +1,48 @@
+"""Index WebDataset tars where they lie, and compare the samples with those that `webdataset` reads.
+
+    python examples/migrate/from_webdataset.py '/data/tars/{0000..0999}.tar' /data/dataset
+
+Nothing is copied. `headrace index` does the same without the comparison. `webdataset` must be installed, and must be able
+to read the tars: give it `pipe:` commands for a bucket with `--read 'pipe:aws s3 cp s3://bucket/{0000..0999}.tar -'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import webdataset as wds
+from tars import Sample, compare
+
+from headrace import Dataset, index
+from headrace.dataio.core.errors import ConflictError
+
+
+def samples_of(tars: str) -> Iterator[Sample]:
+    """The samples that webdataset reads from these tars, as bytes."""
+    source = wds.WebDataset(tars, shardshuffle=False, handler=wds.reraise_exception, empty_check=False)
+    for sample in source:
+        yield sample["__key__"], {ext: data for ext, data in sample.items() if not ext.startswith("__")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tars", help="the tars: a path or URL, with braces")
+    parser.add_argument("dataset", help="where the index is written")
+    parser.add_argument("--read", help="the same tars as webdataset reads them (default: TARS)")
+    parser.add_argument("--text-field", help="the field of the JSON that is the text of a sample (default: caption)")
+    args = parser.parse_args()
+    try:
+        dataset = index(args.tars, args.dataset, layout="tars", text_field=args.text_field)
+    except ConflictError:  # it was indexed before
+        dataset = Dataset(args.dataset, trust_mounts=True)
+    with dataset:
+        for skipped in dataset.report.skipped if dataset.report else ():
+            print(f"skipped {skipped.path}: {skipped.reason}", file=sys.stderr)
+        print(f"version {dataset.version}: {len(dataset)} samples")
+        sys.exit(0 if compare(samples_of(args.read or args.tars), dataset) else 1)
+
+
+if __name__ == "__main__":
+    main()

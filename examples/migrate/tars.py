@@ -1,0 +1,171 @@
+"""What the converters of this folder share: write samples to WebDataset tars, index the tars, and compare both ends.
+
+Each shard of the source becomes one tar below `tars/` of the dataset. A tar appears when it is complete. So a converter
+that was interrupted continues with the next tar when its command is given again. One sample is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+
+from headrace import Dataset, index, open_store
+from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.store.base import Store
+
+PIECE = 8 << 20
+Sample = tuple[str, Mapping[str, bytes]]
+"""The key of a sample, and its files by extension."""
+
+
+@dataclass(frozen=True)
+class SourceShard:
+    """One shard of the source.
+
+    Args:
+        name (str): The name of its tar, without `.tar`. Names must sort in the order of the samples.
+        samples (Callable): Reads the samples from the beginning.
+    """
+
+    name: str
+    samples: Callable[[], Iterator[Sample]]
+
+
+def convert(shards: Iterable[SourceShard], url: str, *, text_field: str | None = None) -> Dataset:
+    """Write the tars that are missing, index them where they lie, and open the dataset."""
+    with open_store(url) as store:
+        present = {info.key for info in store.list("tars/")}
+        for shard in shards:
+            key = f"tars/{shard.name}.tar"
+            if key not in present:
+                size = store.put_multipart(key, tar_parts(shard.samples()))
+                print(f"{key}: {size} bytes", flush=True)
+    dataset = index(f"{url.rstrip('/')}/tars/*.tar", url, layout="tars", follow=True, text_field=text_field)
+    if dataset.report is not None:
+        for skipped in dataset.report.skipped:
+            print(f"skipped {skipped.path}: {skipped.reason}", file=sys.stderr)
+    print(f"version {dataset.version}: {len(dataset)} samples")
+    return dataset
+
+
+def tar_parts(samples: Iterable[Sample]) -> Iterator[bytes]:
+    """The bytes of a tar, a sample at a time."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for key, files in samples:
+            for ext, data in files.items():
+                info = tarfile.TarInfo(f"{key}.{ext}")
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+            yield buffer.getvalue()
+            buffer.seek(0)
+            buffer.truncate()
+    yield buffer.getvalue()
+
+
+def compare(samples: Iterable[Sample], dataset: Dataset) -> bool:
+    """Compare all bytes of the source with those of the dataset, and print the outcome.
+
+    Both must have the same order. Reading a file of the dataset also checks its digest.
+
+    Returns:
+        bool: Whether both have the same samples with the same files.
+    """
+    found, equal, total, wrong = iter(dataset), 0, 0, list[str]()
+    candidate = next(found, None)
+    for key, files in samples:
+        if candidate is None or candidate.key != key:
+            wrong.append(f"{key} is missing")
+            continue
+        stored = {member.ext: dataset.read(candidate, member.ext) for member in candidate.members}
+        if stored == dict(files):
+            equal, total = equal + 1, total + sum(map(len, stored.values()))
+        else:
+            wrong.append(f"{key} differs")
+        candidate = next(found, None)
+        del wrong[100:]
+    if candidate is not None:
+        wrong.append(f"{candidate.key} is not in the source")
+    print(f"{equal} samples with {total} bytes are equal; {len(wrong)} are not")
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return not wrong
+
+
+@contextmanager
+def local_copy(store: Store, key: str, open_raw: Callable[[IO[bytes]], IO[bytes]] | None = None) -> Iterator[IO[bytes]]:
+    """A copy of an object in a temporary file. `open_raw` decompresses it."""
+    size = store.stat(key).size
+    with tempfile.TemporaryFile() as file:
+        for start in range(0, size, PIECE):
+            store.get_into(key, start, part := memoryview(bytearray(min(PIECE, size - start))))
+            file.write(part)
+        file.seek(0)
+        if open_raw is None:
+            yield file
+            return
+        with tempfile.TemporaryFile() as raw, open_raw(file) as reader:
+            while part_of_raw := reader.read(PIECE):
+                raw.write(part_of_raw)
+            raw.seek(0)
+            yield raw
+
+
+def read_exactly(file: IO[bytes], start: int, end: int) -> bytes:
+    """The bytes [start, end) of a file.
+
+    Raises:
+        CorruptionError: The file ends before.
+    """
+    file.seek(start)
+    data = file.read(end - start) if end >= start else b""
+    if len(data) != end - start:
+        raise CorruptionError(f"a shard has no bytes {start} to {end}", hint="copy the shard again, it is cut off")
+    return data
+
+
+def extensions(options: Iterable[str]) -> dict[str, str]:
+    """Parse `COLUMN=EXTENSION` options.
+
+    Raises:
+        UsageError: An option has another form.
+    """
+    for option in options:
+        if not re.fullmatch(r"[^=]+=[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*", option):
+            raise UsageError(f"--file {option}: not of the form COLUMN=EXTENSION", hint="for example --file video=mp4")
+    return dict(option.split("=", 1) for option in options)
+
+
+def choose_extensions(kinds: Mapping[str, str | None], chosen: Mapping[str, str]) -> dict[str, str]:
+    """Choose the extension of each column that becomes a file.
+
+    Args:
+        kinds (Mapping): Each column of encoded media with the extension of its format, or None if the source does not
+            say which format it has.
+        chosen (Mapping): The extensions that the user chose.
+
+    Returns:
+        dict[str, str]: The first column of a format has that extension. Further ones have their name before it.
+
+    Raises:
+        UsageError: A column has no extension, or two columns have the same one.
+    """
+    if unknown := sorted(chosen.keys() - kinds.keys()):
+        raise UsageError(f"--file names {', '.join(unknown)}, which the source does not have as bytes")
+    if missing := [name for name, ext in kinds.items() if ext is None and name not in chosen]:
+        hint = " ".join(f"--file {name}=EXTENSION" for name in missing)
+        raise UsageError("the source does not say which format these bytes have", hint=f"add {hint}")
+    found = dict[str, str]()
+    for name, ext in kinds.items():
+        taken = set(found.values())
+        found[name] = chosen.get(name) or (ext if ext not in taken else f"{name}.{ext}") or ""
+        if found[name] in taken:
+            raise UsageError(f"two columns have the extension {found[name]}", hint=f"choose one: --file {name}=...")
+    return found
