@@ -52,7 +52,7 @@ def keys_by_tar(dataset: Dataset, tars: list[str]) -> dict[str, list[str]]:
 def index_split(source: str, url: str, tars: list[str], keys: str) -> Dataset:
     """Index the tars of a split that are not in the dataset yet."""
     patterns = [f"{source.rstrip('/')}/{name}" for name in tars]
-    dataset = index(patterns, url, layout="tars", follow=True, keys=keys, trust_mounts=True)  # type: ignore[arg-type]
+    dataset = index(patterns, url, layout="tars", follow=True, keys=keys, trust_mounts=True)
     for skipped in dataset.report.skipped if dataset.report else ():
         print(f"skipped {skipped.path}: {skipped.reason}", file=sys.stderr)
     return dataset

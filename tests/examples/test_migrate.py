@@ -136,7 +136,7 @@ def test_a_conversion_that_was_killed_continues_and_loses_nothing(
     point: str, tars: int, tmp_path: Path, run: Run
 ) -> None:
     target, mark = tmp_path / "set", tmp_path / "mark"
-    command = [sys.executable, SCRIPTS / "from_mds.py", RECORDED / "mds", target, "--file", "clip=mp4"]
+    command = [sys.executable, *map(str, [SCRIPTS / "from_mds.py", RECORDED / "mds", target]), "--file", "clip=mp4"]
     crash = {"HEADRACE_CRASH": point, "HEADRACE_CRASH_MARK": str(mark), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=os.environ | crash, stdout=subprocess.DEVNULL)
     assert done.returncode == -signal.SIGKILL

@@ -70,11 +70,11 @@ def mds(folder: Path) -> None:
         with MDSWriter(out=str(folder / name), columns=COLUMNS, compression=compression, size_limit=9000) as out:
             for n in range(count):
                 still.write_bytes(picture(n))  # MDS stores the bytes of the file
-                row = {"clip": video(n), "caption": caption(n), "label": n % 3, "score": n / 8}
+                row: dict[str, Any] = {"clip": video(n), "caption": caption(n), "label": n % 3, "score": n / 8}
                 row |= {"still": Image.open(still), "meta": {"tags": ["a", n]}}
                 out.write({**row, "tokens": np.arange(n + 1, dtype=np.uint16), "pair": np.array([n, -n], np.int16)})
         read = StreamingDataset(local=str(folder / name), batch_size=1)
-        rows = [dict(read[n]) for n in range(count)]
+        rows: list[dict[str, Any]] = [dict(read[n]) for n in range(count)]
         for n, row in enumerate(rows):
             row |= {"clip": digest(row["clip"]), "still": digest(picture(n)), "score": float(row["score"])}
             row |= {key: [str(row[key].dtype), row[key].tolist()] for key in ("tokens", "pair")}
@@ -127,7 +127,12 @@ def energon(folder: Path) -> None:
     workers, encoder = WorkerConfig(rank=0, world_size=1, num_workers=0), Encoder()
     rows = list[dict[str, Any]]()
     for split in ("train", "val"):
-        options = {"batch_size": None, "shuffle_buffer_size": None, "max_samples_per_sequence": None, "repeat": False}
+        options: dict[str, Any] = {
+            "batch_size": None,
+            "shuffle_buffer_size": None,
+            "max_samples_per_sequence": None,
+            "repeat": False,
+        }
         options |= {"split_part": split, "worker_config": workers, "task_encoder": encoder}
         for row in get_loader(get_train_dataset(folder, **options)):
             rows.append({"split": split, "key": row["__key__"].split("/")[-1], "jpg": digest(row["jpg"])})
