@@ -23,8 +23,9 @@ Invariants:
 - No object of this module holds a reference to the loader.
 
 Failure behaviour: the store's errors are raised unchanged. `CapacityError` is raised if the list is full.
-`CorruptionError` is raised for an object that is not part of a list, and for a version that does not exist. If a loader
-cannot append an entry, it logs one warning and keeps the sample in its own state instead.
+`CorruptionError` is raised for an object that is not part of a list, and for a version that does not exist,
+`UnsupportedError` for a format that this version does not know. If a loader cannot append an entry, it logs one warning
+and keeps the sample in its own state instead.
 
 Limits: `MAX_VERSIONS` versions of `MAX_ENTRIES` samples each. The module imports no torch.
 """
@@ -43,7 +44,14 @@ import msgspec
 from msgspec.structs import replace
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, NotFoundError, UsageError
+from headrace.dataio.core.errors import (
+    CapacityError,
+    CorruptionError,
+    HeadraceError,
+    NotFoundError,
+    UnsupportedError,
+    UsageError,
+)
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.sample import Sample
 from headrace.dataio.store.base import Store
@@ -300,7 +308,10 @@ class QuarantineList:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise CorruptionError(f"{self.url}: {key} is not a valid part of a list of bad samples: {error}") from error
         if document.format != FORMAT:
-            raise CorruptionError(f"{self.url}: {key} is of format {document.format}, not {FORMAT}")
+            raise UnsupportedError(
+                f"{self.url}: {key} is of format {document.format}; this version reads format {FORMAT}",
+                hint="upgrade Headrace",
+            )
         return document
 
 

@@ -15,7 +15,14 @@ from msgspec.structs import replace
 
 from headrace.dataio.cli import main
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import CapacityError, CorruptionError, MismatchError, TransientError, UsageError
+from headrace.dataio.core.errors import (
+    CapacityError,
+    CorruptionError,
+    MismatchError,
+    TransientError,
+    UnsupportedError,
+    UsageError,
+)
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.store.base import Buffer, Store
 from headrace.dataio.store.open import open_store
@@ -151,10 +158,16 @@ def test_a_pinned_list_stays_as_it_is_and_writes_nothing(tmp_path: Path) -> None
         QuarantineList(tmp_path / "list", version=-1)
 
 
-@pytest.mark.parametrize("broken", [b"", b"[]", b'{"format": 9, "entries": [], "nonce": ""}', b'{"format": 1}'])
+@pytest.mark.parametrize("broken", [b"", b"[]", b'{"format": 1}'])
 def test_objects_that_are_no_part_of_a_list_are_refused(store: Store, broken: bytes) -> None:
     store.put("entries/00000001.json", broken)
     with pytest.raises(CorruptionError, match=r"entries/00000001\.json"):
+        QuarantineList(store).newest()
+
+
+def test_a_newer_format_is_refused_by_name(store: Store) -> None:
+    store.put("entries/00000001.json", b'{"format": 9, "entries": [], "nonce": ""}')
+    with pytest.raises(UnsupportedError, match="of format 9; this version reads format 1"):
         QuarantineList(store).newest()
 
 
