@@ -6,7 +6,7 @@
 
 A sample `7.npy` is a row of token ids, int64 (L,). Step 0 has the imported weights. A restart continues after the newest
 step, with the next batch. The last step is written to `out/checkpoint/step-100`, for `from_pretrained`. The model,
-optimizer, schedule and checkpoint manager are torchtitan's. Its `Trainer` needs a newer torch (docs/howto/trainers.md).
+optimizer, schedule and checkpoint manager are torchtitan's, which needs Triton (`pip install triton` with torch for CPUs).
 """
 
 import argparse

@@ -14,7 +14,7 @@ import torch
 
 from headrace.checkpoint import Checkpointer
 from headrace.dataio import index
-from headrace.loaders import Loader
+from headrace.loaders import Loader, Npy
 from tests.support import lerobot_set
 from tests.support.example_runs import ROOT, killed_at_last, ranks_of, run, run_ranks, start, steps_of
 from tests.support.waiting import wait_for
@@ -46,6 +46,21 @@ def write_latents(files: Path, dataset: Path) -> int:
     return len(chosen)
 
 
+def test_stored_latents_are_used_and_the_others_are_encoded() -> None:
+    example = runpy.run_path(str(ROOT / "examples" / "latents_dit.py"))
+    batch = {"video": torch.zeros(2, 1, 3, 64, 64, dtype=torch.uint8), "latent.present": torch.tensor([True, False])}
+
+    def latents_of(stored: torch.Tensor | None) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+        torch.manual_seed(0)
+        example["loss_of"](lambda noisy, *_: seen.append(noisy) or noisy, batch | {"latent": stored, "caption": []})
+        return seen[0]
+
+    encoded, given = latents_of(None), latents_of(torch.full((2, 1, 4, 8, 8), 5.0))
+    assert torch.equal(encoded[1], given[1])
+    assert not torch.isclose(encoded[0], given[0]).any()
+
+
 def losses(lines: dict[int, str]) -> tuple[list[float], list[str]]:
     """The losses of a run, and the rest of its lines."""
     parts = [line.split(" ", 2)[1:] for _, line in sorted(lines.items())]
@@ -60,8 +75,10 @@ def test_a_diffusion_transformer_learns_from_pixels_and_latents_and_resumes_exac
 
     copy, latents = tmp_path / "files", tmp_path / "set"
     shutil.copytree(media / "files", copy)
-    assert write_latents(copy, media / "set") > 20
+    written = write_latents(copy, media / "set")
     index(copy, latents).close()
+    with Loader(str(latents), 1, fields={"latent": Npy("latent.npy")}, evaluate=True, trust_mounts=True) as loader:
+        assert len(list(loader)) == written > 20
     whole = steps_of(run(tmp_path / "whole.log", *arguments(latents, "whole", 8)))
     pixels = steps_of(run(tmp_path / "pixels.log", *arguments(media / "set", "pixels", 2)))
     found, expected = losses(whole), losses(pixels)

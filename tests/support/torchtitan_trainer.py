@@ -14,7 +14,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import TrainingConfig
+from torchtitan.config import DebugConfig, TrainingConfig
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
@@ -81,6 +81,7 @@ def tiny() -> Trainer.Config:
         training=TrainingConfig(local_batch_size=2, seq_len=32, disable_cuda_graphs=True),
         dataloader=Rows.Config(),
         tokenizer=NoTokenizer.Config(),
+        debug=DebugConfig(seed=3),
         checkpoint=RepositoryCheckpointManager.Config(
             enable=True, run="exp", interval=2, last_save_model_only=False, keep_latest_k=0
         ),

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer, read
+from headrace.checkpoint.restoring.saved_step import LazyTensor
 
 pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[3]
@@ -26,6 +27,15 @@ def missing() -> str:
     if importlib.util.find_spec("datasets") is None:
         return "torchtitan's Trainer imports the package datasets, which is not installed"
     return "" if torch.cuda.is_available() else "torchtitan's Trainer needs a GPU"
+
+
+def contents(repo: Path) -> dict[str, object]:
+    """The newest step: tensors as bytes, and all other values."""
+    with read(str(repo), run="exp") as saved:
+        values = {name: value.read() if isinstance(value, LazyTensor) else value for name, value in saved.items()}
+    return {
+        name: value.numpy().tobytes() if isinstance(value, torch.Tensor) else value for name, value in values.items()
+    }
 
 
 @pytest.mark.skipif(missing() != "", reason=missing())
@@ -45,6 +55,4 @@ def test_torchtitans_own_trainer_resumes_from_the_repository_as_if_it_had_never_
     for repo in ("whole", "parts"):
         with Checkpointer(tmp_path / repo, run="exp", sidecar=None) as checkpointer:
             assert checkpointer.steps() == [2, 4, 6]
-    with read(str(tmp_path / "whole"), run="exp") as whole, read(str(tmp_path / "parts"), run="exp") as parts:
-        assert list(whole) == list(parts)
-        assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert contents(tmp_path / "whole") == contents(tmp_path / "parts")
