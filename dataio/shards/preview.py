@@ -136,7 +136,7 @@ def _pictures_of(dataset: Dataset, sample: Sample, frames: int, pool: WorkerPool
             path="",
             video_stream=sample.video.stream,
             rotation=sample.video.rotation,
-            count=frames,
+            count=frames if sample.video.frames > 1 else 1,
             width=320,
             height=240,
             part=part_of(sample.video),

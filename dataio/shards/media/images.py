@@ -34,7 +34,7 @@ from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.shards.media import png
 from headrace.dataio.shards.sample import Color, KeyFrame, VideoInfo
 
-_DEMUXERS = "jpeg_pipe,png_pipe,webp_pipe"
+DEMUXERS = "jpeg_pipe,png_pipe,webp_pipe"
 _STRICT = {"max_pixels": str(limits.FRAME_PIXELS), "err_detect": "explode"}
 _JPEG, _JPEG_END, _TAIL = b"\xff\xd8", b"\xff\xd9", 1 << 16
 _WEBP_FLAGS, _WEBP_ANIMATION = 20, 2
@@ -52,7 +52,7 @@ def decode(data: bytes | memoryview) -> VideoFrame:
         raise CorruptionError("truncated: the JPEG has no end")
     if _is_animated_webp(bytes(data[: _WEBP_FLAGS + 1])):
         raise UnsupportedError(f"an animation, not an image; {_AS_VIDEO}")
-    options = {"format_whitelist": _DEMUXERS, "protocol_whitelist": "", **_STRICT}
+    options = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", **_STRICT}
     try:
         with av.open(io.BytesIO(data), "r", metadata_errors="replace", options=options) as container:
             context = container.streams.video[0].codec_context

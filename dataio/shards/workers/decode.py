@@ -22,6 +22,7 @@ import av.error
 import numpy as np
 
 from headrace.dataio.core.errors import UnsupportedError
+from headrace.dataio.shards.media import images
 from headrace.dataio.shards.media.container import DEMUXERS, demuxed
 from headrace.dataio.shards.workers.jobs import Answer, Decoded, DecodeJob, Job, Pictures, PicturesJob
 
@@ -32,7 +33,7 @@ _JPEG_QUALITY = {"qmin": "5", "qmax": "5"}
 
 def open_media(path: str) -> Any:
     """Open the container at `path`. The container cannot open other files."""
-    options = {"format_whitelist": DEMUXERS, "protocol_whitelist": "file"}
+    options = {"format_whitelist": f"{DEMUXERS},{images.DEMUXERS}", "protocol_whitelist": "file"}
     return av.open(f"file:{path}", metadata_errors="replace", options=options)
 
 

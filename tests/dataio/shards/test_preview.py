@@ -52,6 +52,16 @@ def test_every_sample_has_its_card_with_pictures_or_sound(text: str) -> None:
     assert "all 4" in text
 
 
+def test_an_image_is_shown_once(tmp_path: Path) -> None:
+    from tests.support.pictures import picture
+
+    (tmp_path / "in").mkdir()
+    for kind in ("jpg", "png", "webp"):
+        (tmp_path / "in" / f"{kind}.{kind}").write_bytes(picture(kind))
+    with pack(tmp_path / "in", tmp_path / "ds", workers=1) as dataset:
+        assert len(images(preview(dataset, workers=1))) == 3
+
+
 def test_names_and_captions_are_escaped(text: str) -> None:
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)" in text

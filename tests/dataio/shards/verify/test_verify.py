@@ -383,6 +383,16 @@ def test_progress_adds_up(ds: Path) -> None:
     assert [p.bytes for p in seen] == sorted(p.bytes for p in seen)
 
 
+def test_images_decode_and_are_not_damaged(tmp_path: Path) -> None:
+    from tests.support.pictures import picture
+
+    (tmp_path / "in").mkdir()
+    for kind in ("jpg", "png", "webp"):
+        (tmp_path / "in" / f"{kind}.{kind}").write_bytes(picture(kind))
+    pack(tmp_path / "in", tmp_path / "ds", workers=1).close()
+    assert not verify(tmp_path / "ds", decode="100%", workers=1).damaged
+
+
 def test_a_video_that_breaks_off_inside_is_found_by_decoding_only(
     media: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
