@@ -25,7 +25,7 @@ HOWTO = pages.ROOT / "docs" / "howto"
 PARTLY = {"frameworks": "tests/test_frameworks_page.py"}
 """Pages whose blocks need small models in place of those of the Hub, and are stopped → the test that runs them."""
 RUN = sorted(page for page in HOWTO.glob("*.md") if page.stem not in PARTLY and pages.blocks(page))
-NEEDS = {"trackers": ("mlflow", "tensorboard"), "versions": ("duckdb",)}
+NEEDS = {"trainers": ("accelerate",), "trackers": ("mlflow", "tensorboard"), "versions": ("duckdb",)}
 """Packages of extras that a page needs."""
 NOT_RUN = {
     "installs packages": 1,

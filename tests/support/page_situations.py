@@ -220,6 +220,12 @@ def trackers(run: PageRun) -> None:
     run.names["send"] = print
 
 
+def trainers(run: PageRun) -> None:
+    from accelerate.state import AcceleratorState
+
+    run.stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
+
+
 def daemon(run: PageRun) -> None:
     """A daemon of this node, whose socket is in `HEADRACE_SIDECAR`."""
     folder = run.stack.enter_context(tempfile.TemporaryDirectory(prefix="mr-"))  # a socket's path must be short
@@ -259,6 +265,7 @@ SITUATIONS: dict[str, Prepare] = {
     "runbook": daemon,
     "size-a-sidecar": daemon,
     "trackers": trackers,
+    "trainers": trainers,
     "vast-and-nfs": vast_and_nfs,
     "versions": versions,
 }
