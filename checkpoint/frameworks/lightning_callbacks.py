@@ -109,6 +109,7 @@ class RepositoryCheckpoint(ModelCheckpoint):  # type: ignore[misc, unused-ignore
         trainer.strategy.checkpoint_io = self._opened(trainer)
         if self._asked:
             self._agree(trainer.strategy.broadcast(self._resumed, src=0))
+            trainer.strategy.barrier("resume")  # in a shared folder, no rank may read the name before all agree
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Make the logged metrics the metadata of the step."""

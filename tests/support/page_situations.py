@@ -25,7 +25,7 @@ import safetensors.numpy
 import torch
 from fsspec import register_implementation
 
-from headrace import Checkpointer, Clip, Dataset, VideoLoader, pack
+from headrace import Checkpointer, Clip, Dataset, VideoLoader, index, pack
 from headrace.checkpoint.filesystem import HeadraceFileSystem
 from headrace.checkpoint.repository import tags
 from headrace.dataio.core import tracing
@@ -47,11 +47,12 @@ CHANGES = {
         "(2, 5, 15), budget=600": "(2, 3), budget=6",
     },
     "fields": {'device="cuda"': 'device="cpu"'},
+    "trainers": {"max_steps=10_000": 'max_steps=2, accelerator="cpu", enable_progress_bar=False, logger=False'},
     "versions": {"between 2": "between 1", "720": "48"},
     "vast-and-nfs": {"8MiB,64MiB": "8KiB --threads 1 --rounds 1 --seconds 0.05"},
 }
 """Settings of a page that are too large for datasets of eight clips, or need a GPU."""
-IN_A_BUCKET = {"indexing", "s3-credentials", "versions"}
+IN_A_BUCKET = {"indexing", "lerobot", "mounts", "s3-credentials", "versions"}
 """Pages that need the S3 server, since a dataset may refer to other folders of its bucket, but not of a disk."""
 
 
@@ -78,6 +79,13 @@ def _tar(path: Path, members: dict[str, bytes]) -> Path:
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     return path
+
+
+def _upload(folder: Path, url: str) -> None:
+    with open_store(url) as store:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                store.put(str(path.relative_to(folder)), path.read_bytes())
 
 
 def _damage(dataset: Path, key: str) -> None:
@@ -116,13 +124,22 @@ def indexing(run: PageRun) -> None:
     for number in range(2):
         clip = (local / "raw" / "0" / f"{2 * number}.mp4").read_bytes()
         _tar(local / "webdataset" / f"{number:03}.tar", {f"clip_{number}.mp4": clip, f"clip_{number}.txt": b"a dog"})
-    lerobot_set.write(local / "so101", lerobot_set.LeRobotSet(lengths=(40, 44)))
-    with open_store(url) as store:
-        for path in sorted(local.rglob("*")):
-            if path.is_file():
-                store.put(str(path.relative_to(local)), path.read_bytes())
+    _upload(local, url)
     front, left = (f"{url}/episodes/0/cam{number}.mp4" for number in range(2))
     _table(run.folder / "cameras.csv", [{"front_url": front, "left_url": left, "weather": "rain"}])
+
+
+def lerobot(run: PageRun) -> None:
+    local = run.folder / "upload"
+    lerobot_set.write(local / "so101", lerobot_set.LeRobotSet(lengths=(40, 44)))
+    _upload(local, run.places["s3://bucket"])
+
+
+def mounts(run: PageRun) -> None:
+    url, local = run.places["s3://bucket"], run.folder / "upload"
+    _clip(local / "raw" / "0.mp4", 0)
+    _upload(local, url)
+    index(f"{url}/raw", f"{url}/datasets/clips", workers=1).close()
 
 
 def versions(run: PageRun) -> None:
@@ -146,7 +163,7 @@ def damaged_samples(run: PageRun) -> None:
 
 
 def fields(run: PageRun) -> None:
-    media, robots, scans = run.folder / "media", run.folder / "robots", run.folder / "scans"
+    media, robots = run.folder / "media", run.folder / "robots"
     for number in range(4):
         clip = write_clip(media / f"clip_{number}.mp4", frames=70)
         write_wav(clip.with_suffix(".wav"), 2.5)
@@ -161,12 +178,17 @@ def fields(run: PageRun) -> None:
         times = [row / 30 for row in range(60)]
         values = {"state": [[time, 0.0] for time in times], "action": [[0.0, time] for time in times]}
         pq.write_table(pa.table({"timestamp": times, **values}), robots / f"{number}.rows.parquet")
-        (scans / f"{number}.png").parent.mkdir(exist_ok=True)
-        (scans / f"{number}.png").write_bytes(picture("png", 64, 48))
-        (scans / f"{number}.points.bin").write_bytes(np.ones((3 + number, 4), np.float32).tobytes())
     shutil.rmtree(run.bucket / "clips")
     pack([media], run.bucket / "clips", workers=1).close()
     pack([robots], run.bucket / "robots", workers=1, group="dot").close()
+
+
+def own_fields(run: PageRun) -> None:
+    scans = run.folder / "scans"
+    scans.mkdir()
+    for number in range(2):
+        (scans / f"{number}.png").write_bytes(picture("png", 64, 48))
+        (scans / f"{number}.points.bin").write_bytes(np.ones((3 + number, 4), np.float32).tobytes())
     pack([scans], run.bucket / "scans", workers=1).close()
 
 
@@ -221,7 +243,21 @@ def trackers(run: PageRun) -> None:
 
 
 def trainers(run: PageRun) -> None:
+    import lightning
     from accelerate.state import AcceleratorState
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
+            return (batch["video"].float().mean() * self.weight).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    run.names["module"] = Module()
 
     run.stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
     model = Path("llama-hf")
@@ -263,6 +299,9 @@ SITUATIONS: dict[str, Prepare] = {
     "fsspec": fsspec,
     "indexing": indexing,
     "latents": latents,
+    "lerobot": lerobot,
+    "mounts": mounts,
+    "own-fields": own_fields,
     "looking-after": looking_after,
     "packing": packing,
     "publishing": publishing,

@@ -16,6 +16,7 @@ from torch import nn
 pytest.importorskip("lightning", reason="lightning is not installed: pip install -c constraints.txt lightning")
 
 import lightning
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
 from headrace.checkpoint import Checkpointer, Keep, read
@@ -120,6 +121,15 @@ def test_the_best_checkpoint_is_tested_by_the_same_callbacks(url: str, tmp_path:
         module.layer.weight.data.zero_()
         trainer.test(module, [], ckpt_path=made[0].best_model_path)
     assert torch.equal(module.layer.weight, weight)
+
+
+def test_a_second_callback_for_the_best_steps_saves_to_the_same_repository(url: str, tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path / "best", "{step}", monitor="loss", save_top_k=1, every_n_train_steps=3)
+    fit(tmp_path, url, 6, [*callbacks(tmp_path), best])
+    named = read_name(best.best_model_path)
+    assert named.run == "called"
+    with Checkpointer(tmp_path / "repo", run="called", sidecar=None) as checkpointer:
+        assert named.step in checkpointer.steps()
 
 
 def test_another_checkpoint_io_is_refused(url: str, tmp_path: Path) -> None:
