@@ -34,7 +34,7 @@ from headrace.dataio.core.log import get_logger, is_first
 from headrace.dataio.core.tracing import span
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.sample import Sample
-from headrace.dataio.sidecar.client import LoaderMeter, open_reader
+from headrace.dataio.sidecar.client import LoaderMeter, open_shard_reader
 from headrace.loaders.batch.batch import Batch, Output
 from headrace.loaders.batch.memory import BufferPool, MemoryBudget
 from headrace.loaders.batch.prefetcher import BatchExecutor, GroupSlots, Prefetcher, batches_from
@@ -404,7 +404,7 @@ class BaseLoader(IterableDataset[dict[str, Any]]):
         readers = list[SampleReader]()
         for dataset in plan.datasets:
             sized = KnownSizes(dataset.store, dataset.document.shard_sizes)
-            reader = open_reader(sized, delivery.sidecar, self._meter)
+            reader = open_shard_reader(sized, delivery.sidecar, self._meter)
             readers.append(SampleReader(reader, dataset.store, HEAD_CACHE_BYTES // len(plan.datasets)))
             undo.callback(readers[-1].close)
         processor = self._start_processor()

@@ -44,7 +44,7 @@ from headrace.bench.workloads.sidecar_rank import AHEAD
 from headrace.dataio import Dataset
 from headrace.dataio.core.cli import argument, positive_int
 from headrace.dataio.shards.sample import Files
-from headrace.dataio.sidecar.client import open_reader
+from headrace.dataio.sidecar.client import open_shard_reader
 from headrace.loaders.fetch import sample_reader
 from headrace.loaders.sampling.order import Order
 
@@ -180,7 +180,7 @@ def _headrace(
     folder: Path, staging: memoryview, stack: contextlib.ExitStack, sidecar: Path | None, threads: int = 1
 ) -> Epochs:
     dataset = stack.enter_context(Dataset(str(folder / "dataset"), trust_mounts=True))
-    reader = stack.enter_context(contextlib.closing(open_reader(dataset.store, sidecar)))
+    reader = stack.enter_context(contextlib.closing(open_shard_reader(dataset.store, sidecar)))
     samples = sample_reader.SampleReader(reader, dataset.store)
 
     def fill(batch: Sequence[Files], memory: memoryview) -> int:

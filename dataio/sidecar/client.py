@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from headrace.dataio.cache.readers.base import ShardReader, open_local_reader
+from headrace.dataio.cache.readers.base import ShardReader, may_have_local_files, open_local_reader
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.sidecar.meters import LoaderMeter, SaveMeter
 from headrace.dataio.sidecar.paths import chosen
@@ -58,3 +58,19 @@ def open_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter 
     from headrace.dataio.sidecar.reader import SidecarReader
 
     return SidecarReader(store, sidecar, meter=meter)
+
+
+def open_shard_reader(store: Store, sidecar: SidecarName = "auto", meter: LoaderMeter | None = None) -> ShardReader:
+    """As `open_reader`, but local files are read directly, also if a sidecar answers.
+
+    The kernel's page cache already shares local files between the processes of a node. The daemon would copy them into
+    a second cache. It still gets the loader's figures.
+    """
+    reader = open_reader(store, sidecar, meter)
+    if not may_have_local_files(store):
+        return reader
+    from headrace.dataio.cache.readers.local import DirectReader
+
+    if isinstance(reader, DirectReader):
+        return reader
+    return DirectReader(store, reader, count=meter.read if meter is not None else None)

@@ -122,7 +122,7 @@ def open_local_reader(store: Store) -> ShardReader:
 
     It reads local files directly, and other objects through a cache in this process.
     """
-    if not _may_have_local_files(store):
+    if not may_have_local_files(store):
         from headrace.dataio.cache.readers.bypass import BypassReader
 
         return BypassReader(store, _make_cached_reader)
@@ -137,7 +137,7 @@ def _make_cached_reader(store: Store) -> ShardReader:
     return PrivateReader(store)
 
 
-def _may_have_local_files(store: Store) -> bool:
+def may_have_local_files(store: Store) -> bool:
     """Whether some objects may be local files: the store is a directory, or one is mounted in it."""
     location = store.location
     mounted = location.options.get("mounts")

@@ -46,14 +46,28 @@ Run = tuple[int, int, list[memoryview]]
 class DirectReader:
     """A `ShardReader` of `store`'s local files.
 
-    It reads other objects through the reader that `make_fallback` creates. Closing it closes that reader, but not the
-    store.
+    It reads other objects through `fallback`. Closing it closes that reader, but not the store.
+
+    Args:
+        store: The store that holds the objects.
+        fallback: A reader of objects that are not local files, or a function that creates one when it is needed.
+        clock: The source of time.
+        count: Called with the size of each direct read, in bytes.
     """
 
-    def __init__(self, store: Store, make_fallback: Callable[[], ShardReader], clock: Clock = SYSTEM_CLOCK) -> None:
-        self._store, self._make, self._files = store, make_fallback, FdCache(clock)
+    def __init__(
+        self,
+        store: Store,
+        fallback: ShardReader | Callable[[], ShardReader],
+        clock: Clock = SYSTEM_CLOCK,
+        *,
+        count: Callable[[int], None] | None = None,
+    ) -> None:
+        self._store, self._files, self._count_read = store, FdCache(clock), count
         self._lock, self._fallback_lock = threading.Lock(), threading.Lock()
-        self._fallback_reader: ShardReader | None = None
+        self._make = fallback if callable(fallback) else None
+        self._fallback_reader = None if callable(fallback) else fallback
+        self._announced_elsewhere = False
         self._memory = ThreadBuffer()
         self._announced: Range | None = None  # the last range that was checked
         self._cached = 0  # consecutive announced ranges that were in the page cache
@@ -123,13 +137,16 @@ class DirectReader:
             self._announced = upcoming[at - 1]
         if self._fallback_reader is not None:
             not_local = {key for key in {key for key, _, _ in upcoming} if not self._is_local(key)}
-            self._fallback_reader.announce([planned for planned in upcoming if planned[0] in not_local])
+            if not_local or self._announced_elsewhere:
+                self._fallback_reader.announce([planned for planned in upcoming if planned[0] in not_local])
+                self._announced_elsewhere = bool(not_local)
 
     def close(self) -> None:
         """Close all descriptors; views stay valid."""
         self._files.clear()
         with self._lock:
-            fallback, self._fallback_reader = self._fallback_reader, None
+            fallback = self._fallback_reader
+            self._fallback_reader = None if self._make is not None else fallback
             read, self._read = self._read, 0
         _READ.inc(read)
         if fallback is not None:
@@ -144,6 +161,7 @@ class DirectReader:
     def _fallback(self) -> ShardReader:
         with self._fallback_lock:
             if self._fallback_reader is None:
+                assert self._make is not None
                 self._fallback_reader = self._make()
             return self._fallback_reader
 
@@ -186,6 +204,8 @@ class DirectReader:
             to_report, self._read = (self._read, 0) if self._read >= _REPORT_BYTES else (0, self._read)
         if to_report:
             _READ.inc(to_report)
+        if self._count_read is not None:
+            self._count_read(size)
 
     def _advise(self, upcoming: Sequence[Range], at: int) -> bool:
         """Ask the kernel to read a range ahead if it is not cached; returns False if enough is read ahead already."""
