@@ -104,7 +104,7 @@ def test_a_thread_that_waits_while_the_loader_closes_gets_no_partial_batch(
             assert go.wait(60)
             return super().read(key, ranges)
 
-    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: SlowReader(store))
+    monkeypatch.setattr(loader_module, "open_shard_reader", lambda store, *_: SlowReader(store))
     loader = make()
 
     def close() -> None:

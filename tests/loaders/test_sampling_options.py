@@ -35,7 +35,7 @@ Make = Callable[..., VideoLoader]
 
 @pytest.fixture(autouse=True)
 def _reads_go_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: StoreReader(store))
+    monkeypatch.setattr(loader_module, "open_shard_reader", lambda store, *_: StoreReader(store))
 
 
 @pytest.fixture

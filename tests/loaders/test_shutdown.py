@@ -169,7 +169,7 @@ def test_a_loader_that_cannot_start_leaves_nothing_behind(clips: Dataset, monkey
         monkeypatch.setattr(opened[-1], "close", lambda: closed.append(opened[-1]))
         return opened[-1]
 
-    monkeypatch.setattr(loader_module, "open_reader", reader)
+    monkeypatch.setattr(loader_module, "open_shard_reader", reader)
     with VideoLoader(clips, 2, clip=Clip(2), size=(24, 32), num_threads=2, sidecar=None) as loader:
         for _ in range(2):  # and may be tried again
             with monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from headrace.dataio.core import metrics
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.loaders import Clip, VideoLoader
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
@@ -43,6 +45,12 @@ def daemon() -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
             process.wait(150)
 
 
+@pytest.fixture
+def through_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The datasets of these tests are local, and are read through the daemon, as those of a network file system are."""
+    monkeypatch.setattr("headrace.dataio.sidecar.client.may_have_local_files", lambda _: False)
+
+
 def _answering(process: subprocess.Popen[bytes], socket: Path) -> subprocess.Popen[bytes]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -55,6 +63,7 @@ def _answering(process: subprocess.Popen[bytes], socket: Path) -> subprocess.Pop
     raise AssertionError("the daemon never answered")
 
 
+@pytest.mark.usefixtures("through_the_daemon")
 def test_batches_through_the_daemon_are_the_same_and_go_on_when_it_is_killed(
     dataset: Dataset, daemon: tuple[subprocess.Popen[bytes], Path]
 ) -> None:
@@ -73,6 +82,28 @@ def test_batches_through_the_daemon_are_the_same_and_go_on_when_it_is_killed(
         assert not served.quarantine
 
 
+def test_local_files_are_read_directly_and_the_daemon_gets_the_figures(
+    films: Path, daemon: tuple[subprocess.Popen[bytes], Path]
+) -> None:
+    with VideoLoader(films / "ds", 4, clip=Clip(4, 2), size=(16, 16), sidecar=daemon[1]) as loader:
+        batches = len(list(loader))
+        sidecar = Sidecar.find(daemon[1])
+        assert sidecar is not None
+        try:
+            wait_for(lambda: [job["steps"] for job in _status(sidecar)["training"]] == [batches])
+            report = loader._meter.report()
+            assert report is not None
+            assert report.read > 0
+            assert _status(sidecar)["cache"]["fetched_bytes"] == 0
+        finally:
+            sidecar.close()
+
+
+def _status(sidecar: Sidecar) -> Any:
+    return sidecar.status()
+
+
+@pytest.mark.usefixtures("through_the_daemon")
 def test_clips_of_films_through_the_daemon_are_the_same(
     films: Path, daemon: tuple[subprocess.Popen[bytes], Path]
 ) -> None:

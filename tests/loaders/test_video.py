@@ -44,7 +44,7 @@ SIZE = (32, 40)
 @pytest.fixture(autouse=True)
 def _reads_go_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache has tests of its own; here every read is one of the store."""
-    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: StoreReader(store))
+    monkeypatch.setattr(loader_module, "open_shard_reader", lambda store, *_: StoreReader(store))
 
 
 @pytest.fixture
@@ -347,7 +347,7 @@ def test_a_cache_that_rots_is_passed_by(make: Callable[..., VideoLoader], monkey
             return [memoryview(view).toreadonly() for view in views]
 
     reference = take(make(), 2)
-    monkeypatch.setattr(loader_module, "open_reader", lambda store, *_: CorruptingReader(store))
+    monkeypatch.setattr(loader_module, "open_shard_reader", lambda store, *_: CorruptingReader(store))
     loader = make()
     assert all(same(a, b) for a, b in zip(reference, take(loader, 2), strict=True))
     assert CorruptingReader.wrong
@@ -393,7 +393,7 @@ def test_a_lost_shard_is_damage_and_an_unreachable_store_is_not(
 
     reference = take(make(), 2)
     with monkeypatch.context() as patch:
-        patch.setattr(loader_module, "open_reader", lambda store, *_: UnreachableReader(store))
+        patch.setattr(loader_module, "open_shard_reader", lambda store, *_: UnreachableReader(store))
         unlucky = make()
         with pytest.raises(TransientError, match="no route"):
             next(iter(unlucky))
@@ -599,7 +599,7 @@ def test_upcoming_samples_are_announced_soonest_first(
     def opened(store: Any, sidecar: Any, _meter: Any) -> ShardReader:
         return RecordingReader(store)
 
-    monkeypatch.setattr(loader_module, "open_reader", opened)
+    monkeypatch.setattr(loader_module, "open_shard_reader", opened)
     loader = make(shuffle=False, prefetch_batches=1)
     take(loader, 1)
     samples = [loader.dataset.sample(n // 3) for n in range(24)]

@@ -1,4 +1,4 @@
-"""A trainer that uses only public names, so that it also runs with the code of an earlier release.
+"""A trainer that uses public names, so that it also runs with the code of an earlier release.
 
     python -P upgrade_trainer.py SOCKET DATASET REPOSITORY
 
@@ -16,6 +16,11 @@ from typing import Any
 import torch
 
 from headrace import AudioLoader, Checkpointer
+from headrace.dataio.sidecar import client
+
+setattr(
+    client, "may_have_local_files", lambda store: False
+)  # its dataset is a folder, which is to be read through the daemon
 
 
 def say(**line: Any) -> None:
