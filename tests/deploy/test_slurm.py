@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.dataio.sidecar.conftest import wait_for
+from tests.support.forked_programs import ForkedPrograms
 from tests.support.slurm_node import SLURM, Node, slurm_node
 from tests.support.tier_nodes import free_port
 
@@ -24,6 +25,13 @@ from tests.support.tier_nodes import free_port
 def node() -> Iterator[Node]:
     with slurm_node() as made:
         yield made
+
+
+@pytest.fixture
+def rank_python(node: Node) -> Iterator[str]:
+    """The program by which torchrun starts its ranks, as forks."""
+    with ForkedPrograms(node.folder / "programs"):
+        yield str(node.folder / "programs" / "python")
 
 
 def test_a_users_jobs_share_a_sidecar_which_drains_after_the_last(node: Node) -> None:
@@ -81,9 +89,11 @@ def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) ->
 
 
 @pytest.mark.parametrize(("how", "trainers"), [("to the script", 2), ("to all processes", 1)])
-def test_trainers_under_torchrun_save_and_their_code_reaches_slurm(node: Node, how: str, trainers: int) -> None:
+def test_trainers_under_torchrun_save_and_their_code_reaches_slurm(
+    node: Node, rank_python: str, how: str, trainers: int
+) -> None:
     environment = {**node.environment, "STEPS": "100000", "STEP_SECONDS": "0.01", "HEADRACE_SIDECAR": ""}
-    environment["TORCHRUN"] = f"{sys.executable} -m torch.distributed.run"
+    environment |= {"TORCHRUN": f"{sys.executable} -m torch.distributed.run", "PYTHON_EXEC": rank_python}
 
     def start(name: str, steps: int) -> tuple[list[subprocess.Popen[bytes]], list[Path]]:
         """Start two nodes."""
