@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -103,7 +104,8 @@ def test_a_process_that_is_not_the_first_with_a_message_on_its_node_does_not_war
 ) -> None:
     monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(log, "_claims", {})
-    monkeypatch.setattr(log, "_claim_sockets", held := [])
+    held = list[socket.socket]()
+    monkeypatch.setattr(log, "_claim_sockets", held)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("MASTER_PORT", f"of process {os.getpid()}")
     logger = get_logger("test.node")
