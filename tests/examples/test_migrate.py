@@ -342,6 +342,16 @@ def test_tars_are_compared_with_what_webdataset_reads(tmp_path: Path, run: Run) 
     assert "000009 is not in the source" in run("from_webdataset.py", tars, tmp_path / "set", "--read", first, code=1)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_tars_that_number_their_samples_from_zero_are_compared_by_shard(tmp_path: Path, run: Run) -> None:
+    for name in ("a", "b"):
+        shutil.copy(RECORDED / "energon" / "shard_000.tar", tmp_path / f"{name}.tar")
+    tars = f"{tmp_path}/{{a,b}}.tar"
+    assert "6 samples with" in run("from_webdataset.py", tars, tmp_path / "set", "--keys", "shard")
+    with Dataset(tmp_path / "set", trust_mounts=True) as dataset:
+        assert list(dataset.keys)[2:4] == ["a/000002", "b/000000"]
+
+
 def test_tars_that_are_converted_are_as_tarfile_writes_them(run: Run) -> None:
     tars = runpy.run_path(str(SCRIPTS / "tars.py"), run_name="tars")
     data = b"".join(tars["tar_parts"]([("a", {"bin": b"x" * 1000, "json": b"{}"}), ("b", {"bin": b""})]))
