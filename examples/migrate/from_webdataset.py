@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 
 import webdataset as wds
-from tars import Sample, compare
+from tars import Sample, compare, print_skipped
 
 from headrace import Dataset, index
 from headrace.dataio.core.errors import ConflictError
@@ -39,8 +39,7 @@ def main() -> None:
     except ConflictError:  # it was indexed before
         dataset = Dataset(args.dataset, trust_mounts=True)
     with dataset:
-        for skipped in dataset.report.skipped if dataset.report else ():
-            print(f"skipped {skipped.path}: {skipped.reason}", file=sys.stderr)
+        print_skipped(dataset)
         print(f"version {dataset.version}: {len(dataset)} samples")
         sys.exit(0 if compare(samples_of(args.read or args.tars), dataset, prefixed=args.keys == "shard") else 1)
 
