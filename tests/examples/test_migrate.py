@@ -261,8 +261,8 @@ def test_chunks_that_only_litdata_can_read_are_refused_without_it(
         with pytest.raises(UnsupportedError, match="need litData") as error:
             run("from_litdata.py", source, tmp_path / "set", "--file", "raw=bin")
         assert "pip install litdata" in str(error.value)
-    for change in ({"item_loader": "TokensLoader"}, {"data_spec": None}):
-        index.write_text(json.dumps({**document, "config": {**document["config"], **change}}))
+    for name, value in (("item_loader", "TokensLoader"), ("data_spec", None)):
+        index.write_text(json.dumps({**document, "config": {**document["config"], name: value}}))
         with pytest.raises(UnsupportedError, match="not of samples"):
             run("from_litdata.py", source, tmp_path / "set", "--file", "raw=bin")
     spec = (
