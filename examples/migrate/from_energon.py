@@ -16,6 +16,7 @@ from typing import Any
 
 import braceexpand
 import yaml
+from tars import print_skipped
 
 from headrace import Dataset, index, open_store
 from headrace.dataio.core.errors import NotFoundError
@@ -53,8 +54,7 @@ def index_split(source: str, url: str, tars: list[str], keys: str) -> Dataset:
     """Index the tars of a split that are not in the dataset yet."""
     patterns = [f"{source.rstrip('/')}/{name}" for name in tars]
     dataset = index(patterns, url, layout="tars", follow=True, keys=keys, trust_mounts=True)
-    for skipped in dataset.report.skipped if dataset.report else ():
-        print(f"skipped {skipped.path}: {skipped.reason}", file=sys.stderr)
+    print_skipped(dataset)
     return dataset
 
 

@@ -15,18 +15,26 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import io
 import itertools
 import json
 import operator
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tars import SourceShard, choose_extensions, compare, convert, extensions, local_copy, read_exactly
+from tars import (
+    SourceShard,
+    choose_extensions,
+    convert,
+    extensions,
+    finish,
+    json_of,
+    local_copy,
+    npy_of,
+    read_exactly,
+)
 
 from headrace import open_store
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
@@ -63,23 +71,24 @@ class LitdataFolder:
 
     def __init__(self, store: Store, url: str, chosen: Mapping[str, str], cache: str) -> None:
         found = json.loads(store.get("index.json", max_bytes=256 << 20))
-        self._store, self._url, self._cache, self._config, self._chunks = (
-            store,
-            url,
-            cache,
-            found["config"],
-            found["chunks"],
-        )
-        self._formats: list[str] = self._config["data_format"]
+        self._store, self._url, self._cache = store, url, cache
+        self._config, self._chunks = found["config"], found["chunks"]
+        if self._config.get("item_loader") not in (None, "PyTreeLoader") or not self._config.get("data_spec"):
+            raise UnsupportedError("index.json is not of samples that `optimize` wrote", hint="see the list of formats")
+        formats: list[str] = self._config["data_format"]
         self._paths = list(paths_of(json.loads(self._config["data_spec"])[1]))
         self._names = ["_".join(map(str, path)) or "value" for path in self._paths]
-        self._kinds = [kind.partition(":")[0] for kind in self._formats]
+        self._kinds = [kind.partition(":")[0] for kind in formats]
         if refused := sorted({*self._kinds} - {*PLAIN, *ARRAYS, "json"}):
             hint = "write these values as bytes or numbers with litdata.optimize"  # a pickle could run code
             raise UnsupportedError(f"values of the formats {', '.join(refused)} are not converted", hint=hint)
-        named = zip(self._names, self._kinds, self._formats, strict=True)
-        media = {name: kind.partition(":")[2] or MEDIA[base] for name, base, kind in named if base in MEDIA}
-        self._extensions = choose_extensions(media, chosen)
+        if len({*self._names}) < len(self._names):
+            raise UnsupportedError("two values have the same path with _ between its parts", hint="rename one of them")
+        files = dict[str, str | None]()
+        for name, kind, format in zip(self._names, self._kinds, formats, strict=True):
+            if kind in MEDIA or kind in ARRAYS:
+                files[name] = "npy" if kind in ARRAYS else format.partition(":")[2] or MEDIA[kind]
+        self._extensions = choose_extensions(files, chosen)
 
     def shards(self) -> Iterator[SourceShard]:
         """All chunks, in order."""
@@ -101,14 +110,11 @@ class LitdataFolder:
         files, fields = dict[str, bytes](), dict[str, Any]()
         for name, kind, value in zip(self._names, self._kinds, row, strict=True):
             if name in self._extensions:
-                files[self._extensions[name]] = bytes(value)
-            elif kind in ARRAYS:
-                np.save(out := io.BytesIO(), np.asarray(value), allow_pickle=False)
-                files[f"{name}.npy"] = out.getvalue()
+                files[self._extensions[name]] = npy_of(value) if kind in ARRAYS else bytes(value)
             else:
                 fields[name] = value
         if fields:
-            files["json"] = json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+            files["json"] = json_of(fields)
         return files
 
     def _rows_of_library(self) -> Callable[[Mapping[str, Any], int], Iterator[Row]]:
@@ -129,8 +135,9 @@ class LitdataFolder:
     def _plain_rows(self, chunk: Mapping[str, Any], first: int) -> Iterator[Row]:
         """Read a chunk that is not compressed: the number of rows, their positions, and the rows."""
         config, count = self._config, chunk["chunk_size"]
-        plain = config["item_loader"] in (None, "PyTreeLoader") and {*self._kinds} <= PLAIN.keys()
-        if not plain or any(config.get(name) for name in ("compression", "ipc_compression", "encryption")):
+        if not {*self._kinds} <= PLAIN.keys() or any(
+            config.get(name) for name in ("compression", "ipc_compression", "encryption")
+        ):
             raise UnsupportedError("these chunks need litData to be read", hint="pip install litdata")
         with local_copy(self._store, chunk["filename"]) as file:
             head = np.frombuffer(read_exactly(file, 0, 4 * (count + 2)), "<u4").tolist()
@@ -163,9 +170,7 @@ def main() -> None:
     with open_store(args.source) as store, tempfile.TemporaryDirectory(prefix="from-litdata-") as cache:
         folder = LitdataFolder(store, args.source, extensions(args.file), cache)
         with convert(folder.shards(), args.dataset, text_field=args.text_field) as dataset:
-            if args.check:
-                samples = (sample for shard in folder.shards() for sample in shard.samples())
-                sys.exit(0 if compare(samples, dataset) else 1)
+            finish(folder.shards(), dataset, args.check)
 
 
 if __name__ == "__main__":

@@ -13,23 +13,34 @@ from __future__ import annotations
 
 import argparse
 import bz2
+import functools
 import gzip
-import io
 import itertools
 import json
-import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import IO, Any
 
 import numpy as np
 import zstandard
-from tars import Sample, SourceShard, choose_extensions, compare, convert, extensions, local_copy, read_exactly
+from tars import (
+    Sample,
+    SourceShard,
+    choose_extensions,
+    convert,
+    extensions,
+    finish,
+    json_of,
+    local_copy,
+    npy_of,
+    read_exactly,
+)
 
 from headrace import open_store
 from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.store.base import Store
 
-MEDIA = {"bytes": None, "jpeg": "jpg", "png": "png"}
+FILES = {"bytes": None, "jpeg": "jpg", "png": "png", "ndarray": "npy"}
 NUMBERS = {"int": "int64", **{kind: kind for kind in ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32")}}
 NUMBERS |= {kind: kind for kind in ("int64", "float16", "float32", "float64")}
 TEXTS: Mapping[str, Any] = {"str": str, "str_int": int, "str_float": float, "str_decimal": str, "json": json.loads}
@@ -58,16 +69,13 @@ def files_of(values: Iterator[tuple[str, str, bytes]], names: Mapping[str, str])
     files, fields = dict[str, bytes](), dict[str, Any]()
     for name, kind, data in values:
         if name in names:
-            files[names[name]] = data
+            files[names[name]] = npy_of(array(kind, data)) if kind.startswith("ndarray") else data
         elif kind in NUMBERS:
             fields[name] = np.frombuffer(data, NUMBERS[kind])[0].item()
-        elif kind in TEXTS:
-            fields[name] = TEXTS[kind](data.decode())
         else:
-            np.save(out := io.BytesIO(), array(kind, data), allow_pickle=False)
-            files[f"{name}.npy"] = out.getvalue()
+            fields[name] = TEXTS[kind](data.decode())
     if fields:
-        files["json"] = json.dumps(fields, ensure_ascii=False, allow_nan=False).encode()
+        files["json"] = json_of(fields)
     return files
 
 
@@ -79,12 +87,13 @@ class MdsFolder:
         self._store, self._shards = store, found["shards"]
         if found["version"] != 2 or any(shard["format"] != "mds" for shard in self._shards):
             raise UnsupportedError("index.json is not of MDS, version 2", hint="write it again with MDSWriter")
-        columns = {pair for shard in self._shards for pair in zip(*self._columns(shard)[:2], strict=True)}
-        kinds = {kind.split(":")[0]: name for name, kind in columns}
-        if refused := sorted(kinds.keys() - {*MEDIA, *NUMBERS, *TEXTS, "ndarray"}):
+        columns = sorted({pair for shard in self._shards for pair in zip(*self._columns(shard)[:2], strict=True)})
+        formats = {name: kind.partition(":")[0] for name, kind in columns}
+        if refused := sorted({*formats.values()} - {*FILES, *NUMBERS, *TEXTS}):
             hint = "write these columns as png, bytes or json with MDSWriter"  # a pickle could run code
             raise UnsupportedError(f"columns of the kinds {', '.join(refused)} are not converted", hint=hint)
-        self._names = choose_extensions({name: MEDIA[kind] for name, kind in sorted(columns) if kind in MEDIA}, chosen)
+        files = {name: FILES[kind] for name, kind in formats.items() if kind in FILES}
+        self._names = choose_extensions(files, chosen)
 
     @staticmethod
     def _columns(shard: Mapping[str, Any]) -> tuple[list[str], list[str], list[int | None]]:
@@ -94,13 +103,12 @@ class MdsFolder:
         """All shards, in order."""
         first = 0
         for number, shard in enumerate(self._shards):
-            yield SourceShard(f"{number:06}", lambda shard=shard, first=first: self._samples(shard, first))
+            yield SourceShard(f"{number:06}", functools.partial(self._samples, shard, first))
             first += shard["samples"]
 
     def _samples(self, shard: Mapping[str, Any], first: int) -> Iterator[Sample]:
-        raw, compressed = shard["raw_data"], shard["zip_data"]
-        with self._opened(raw["basename"], compressed and compressed["basename"], shard["compression"]) as file:
-            count = shard["samples"]
+        raw, count = shard["raw_data"], shard["samples"]
+        with self._opened(shard) as file:
             head = np.frombuffer(read_exactly(file, 0, 4 * (count + 2)), "<u4").tolist()
             if head[0] != count:
                 raise CorruptionError(f"{raw['basename']} has {head[0]} samples, and index.json says {count}")
@@ -108,14 +116,16 @@ class MdsFolder:
                 row = read_exactly(file, start, end)
                 yield f"{first + number:010}", files_of(self._values(row, shard), self._names)
 
-    def _opened(self, raw: str, compressed: str | None, compression: str | None) -> Any:
-        if compressed is None or self._store.exists(raw):
-            return local_copy(self._store, raw)
-        kind = str(compression).split(":")[0]
+    def _opened(self, shard: Mapping[str, Any]) -> AbstractContextManager[IO[bytes]]:
+        """The raw bytes of a shard: of its raw file, or else of its compressed one."""
+        raw, compressed = shard["raw_data"], shard["zip_data"]
+        if compressed is None or self._store.exists(raw["basename"]):
+            return local_copy(self._store, raw["basename"])
+        kind = str(shard["compression"]).split(":")[0]
         if kind not in COMPRESSIONS:
             hint = "a StreamingDataset that was iterated once leaves decompressed shards in its folder `local`"
-            raise UnsupportedError(f"{compressed}: compression {kind} is not supported", hint=hint)
-        return local_copy(self._store, compressed, COMPRESSIONS[kind])
+            raise UnsupportedError(f"{compressed['basename']}: compression {kind} is not supported", hint=hint)
+        return local_copy(self._store, compressed["basename"], COMPRESSIONS[kind], raw["bytes"])
 
     def _values(self, row: bytes, shard: Mapping[str, Any]) -> Iterator[tuple[str, str, bytes]]:
         """(name, encoding, bytes) of each column of a row: first the sizes of those that vary, then the values."""
@@ -143,9 +153,7 @@ def main() -> None:
     with open_store(args.source) as store:
         folder = MdsFolder(store, extensions(args.file))
         with convert(folder.shards(), args.dataset, text_field=args.text_field) as dataset:
-            if args.check:
-                samples = (sample for shard in folder.shards() for sample in shard.samples())
-                sys.exit(0 if compare(samples, dataset) else 1)
+            finish(folder.shards(), dataset, args.check)
 
 
 if __name__ == "__main__":

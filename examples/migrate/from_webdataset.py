@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 
 import webdataset as wds
-from tars import Sample, compare
+from tars import Sample, compare, print_skipped
 
 from headrace import Dataset, index
 from headrace.dataio.core.errors import ConflictError
@@ -31,17 +31,17 @@ def main() -> None:
     parser.add_argument("tars", help="the tars: a path or URL, with braces")
     parser.add_argument("dataset", help="where the index is written")
     parser.add_argument("--read", help="the same tars as webdataset reads them (default: TARS)")
+    parser.add_argument("--keys", default="member", choices=["member", "shard"], help="as for `headrace index`")
     parser.add_argument("--text-field", help="the field of the JSON that is the text of a sample (default: caption)")
     args = parser.parse_args()
     try:
-        dataset = index(args.tars, args.dataset, layout="tars", text_field=args.text_field)
+        dataset = index(args.tars, args.dataset, layout="tars", keys=args.keys, text_field=args.text_field)
     except ConflictError:  # it was indexed before
         dataset = Dataset(args.dataset, trust_mounts=True)
     with dataset:
-        for skipped in dataset.report.skipped if dataset.report else ():
-            print(f"skipped {skipped.path}: {skipped.reason}", file=sys.stderr)
+        print_skipped(dataset)
         print(f"version {dataset.version}: {len(dataset)} samples")
-        sys.exit(0 if compare(samples_of(args.read or args.tars), dataset) else 1)
+        sys.exit(0 if compare(samples_of(args.read or args.tars), dataset, prefixed=args.keys == "shard") else 1)
 
 
 if __name__ == "__main__":

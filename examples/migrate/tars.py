@@ -7,6 +7,8 @@ that was interrupted continues with the next tar when its command is given again
 from __future__ import annotations
 
 import io
+import json
+import math
 import re
 import sys
 import tarfile
@@ -14,7 +16,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any, NoReturn
+
+import numpy as np
 
 from headrace import Dataset, index, open_store
 from headrace.dataio.core.errors import CorruptionError, UsageError
@@ -48,11 +52,25 @@ def convert(shards: Iterable[SourceShard], url: str, *, text_field: str | None =
                 size = store.put_multipart(key, tar_parts(shard.samples()))
                 print(f"{key}: {size} bytes", flush=True)
     dataset = index(f"{url.rstrip('/')}/tars/*.tar", url, layout="tars", follow=True, text_field=text_field)
-    if dataset.report is not None:
-        for skipped in dataset.report.skipped:
-            print(f"skipped {skipped.path}: {skipped.reason}", file=sys.stderr)
+    print_skipped(dataset)
     print(f"version {dataset.version}: {len(dataset)} samples")
     return dataset
+
+
+def print_skipped(dataset: Dataset) -> bool:
+    """Print what could not be indexed, and return whether there was anything."""
+    skipped = dataset.report.skipped if dataset.report is not None else ()
+    for each in skipped:
+        print(f"skipped {each.path}: {each.reason}", file=sys.stderr)
+    return bool(skipped)
+
+
+def finish(shards: Iterable[SourceShard], dataset: Dataset, check: bool) -> NoReturn:
+    """Compare both ends if `check`, and end with exit code 0, or 1 if a sample is missing or differs."""
+    complete = not (dataset.report and dataset.report.skipped)
+    if check:
+        complete = compare((sample for shard in shards for sample in shard.samples()), dataset)
+    sys.exit(0 if complete else 1)
 
 
 def tar_parts(samples: Iterable[Sample]) -> Iterator[bytes]:
@@ -70,10 +88,15 @@ def tar_parts(samples: Iterable[Sample]) -> Iterator[bytes]:
     yield buffer.getvalue()
 
 
-def compare(samples: Iterable[Sample], dataset: Dataset) -> bool:
+def compare(samples: Iterable[Sample], dataset: Dataset, *, prefixed: bool = False) -> bool:
     """Compare all bytes of the source with those of the dataset, and print the outcome.
 
     Both must have the same order. Reading a file of the dataset also checks its digest.
+
+    Args:
+        samples (Iterable[Sample]): The samples of the source.
+        dataset (Dataset): The dataset.
+        prefixed (bool): Whether the keys of the dataset have the name of the tar in front. Default: False.
 
     Returns:
         bool: Whether both have the same samples with the same files.
@@ -81,7 +104,7 @@ def compare(samples: Iterable[Sample], dataset: Dataset) -> bool:
     found, equal, total, wrong = iter(dataset), 0, 0, list[str]()
     candidate = next(found, None)
     for key, files in samples:
-        if candidate is None or candidate.key != key:
+        if candidate is None or not (candidate.key == key or (prefixed and candidate.key.endswith(f"/{key}"))):
             wrong.append(f"{key} is missing")
             continue
         stored = {member.ext: dataset.read(candidate, member.ext) for member in candidate.members}
@@ -100,8 +123,14 @@ def compare(samples: Iterable[Sample], dataset: Dataset) -> bool:
 
 
 @contextmanager
-def local_copy(store: Store, key: str, open_raw: Callable[[IO[bytes]], IO[bytes]] | None = None) -> Iterator[IO[bytes]]:
-    """A copy of an object in a temporary file. `open_raw` decompresses it."""
+def local_copy(
+    store: Store, key: str, open_raw: Callable[[IO[bytes]], IO[bytes]] | None = None, raw_bytes: int = 0
+) -> Iterator[IO[bytes]]:
+    """A copy of an object in a temporary file. `open_raw` decompresses it, to at most `raw_bytes`.
+
+    Raises:
+        CorruptionError: It has more bytes than that when it is decompressed.
+    """
     size = store.stat(key).size
     with tempfile.TemporaryFile() as file:
         for start in range(0, size, PIECE):
@@ -114,6 +143,8 @@ def local_copy(store: Store, key: str, open_raw: Callable[[IO[bytes]], IO[bytes]
         with tempfile.TemporaryFile() as raw, open_raw(file) as reader:
             while part_of_raw := reader.read(PIECE):
                 raw.write(part_of_raw)
+                if raw.tell() > raw_bytes:
+                    raise CorruptionError(f"{key} decompresses to more than the {raw_bytes} bytes of index.json")
             raw.seek(0)
             yield raw
 
@@ -147,12 +178,13 @@ def choose_extensions(kinds: Mapping[str, str | None], chosen: Mapping[str, str]
     """Choose the extension of each column that becomes a file.
 
     Args:
-        kinds (Mapping): Each column of encoded media with the extension of its format, or None if the source does not
-            say which format it has.
+        kinds (Mapping): Each of these columns with the extension of its format, or None if the source does not say
+            which format it has.
         chosen (Mapping): The extensions that the user chose.
 
     Returns:
-        dict[str, str]: The first column of a format has that extension. Further ones have their name before it.
+        dict[str, str]: The first column of a format has that extension. Further ones, and all arrays ("npy"), have
+            their name before it.
 
     Raises:
         UsageError: A column has no extension, or two columns have the same one.
@@ -162,10 +194,30 @@ def choose_extensions(kinds: Mapping[str, str | None], chosen: Mapping[str, str]
     if missing := [name for name, ext in kinds.items() if ext is None and name not in chosen]:
         hint = " ".join(f"--file {name}=EXTENSION" for name in missing)
         raise UsageError("the source does not say which format these bytes have", hint=f"add {hint}")
-    found = dict[str, str]()
+    found, taken = dict[str, str](), {"json"}  # the fields are in `json`
     for name, ext in kinds.items():
-        taken = set(found.values())
-        found[name] = chosen.get(name) or (ext if ext not in taken else f"{name}.{ext}") or ""
+        long = f"{re.sub('[^A-Za-z0-9_]+', '_', name)}.{ext}"
+        found[name] = (chosen.get(name) or (long if ext in taken or ext == "npy" else ext) or "").lower()
         if found[name] in taken:
-            raise UsageError(f"two columns have the extension {found[name]}", hint=f"choose one: --file {name}=...")
+            raise UsageError(f"two files have the extension {found[name]}", hint=f"choose one: --file {name}=...")
+        taken.add(found[name])
     return found
+
+
+def json_of(fields: Mapping[str, Any]) -> bytes:
+    """The fields of a sample as JSON. JSON has no NaN and no infinity: they become the texts "nan", "inf" and "-inf"."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {key: plain(each) for key, each in value.items()}
+        return [plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(plain(dict(fields)), ensure_ascii=False, allow_nan=False).encode()
+
+
+def npy_of(array: Any) -> bytes:
+    """An array as a `.npy` file."""
+    np.save(out := io.BytesIO(), np.asarray(array), allow_pickle=False)
+    return out.getvalue()

@@ -54,6 +54,8 @@ from headrace.loaders.fetch.partial_file import Media, Partial
 
 _EXPANDED = 4
 _CUT_OFF, _BLOCK = 2, 128
+_LEAST_PIXELS = 1 << 16
+"""For the smallest picture, too, the decoder of MPEG-4 part 2 needs a limit of 53,760: it applies it to a buffer of its own."""
 _REORDERED = 4096
 """Limit in frames. Codecs show a frame at most a few tens of frames after it is decoded."""
 _Stream = TypeVar("_Stream", VideoStream, AudioStream)
@@ -281,7 +283,7 @@ def _pixel_limit(info: VideoInfo) -> dict[str, str]:
 
     It is a little above the displayed size, since codecs decode whole blocks and crop margins.
     """
-    limit = _CUT_OFF * (info.width + _BLOCK) * (info.height + _BLOCK)
+    limit = max(_LEAST_PIXELS, _CUT_OFF * (info.width + _BLOCK) * (info.height + _BLOCK))
     return {"max_pixels": str(min(limit, limits.FRAME_PIXELS))}
 
 

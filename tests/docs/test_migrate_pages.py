@@ -21,6 +21,10 @@ SMALLER = {
     "litdata": [('dataset", 16', 'dataset", 2')],
     "mds": [("mds/train", "mds"), ('dataset", 16', 'dataset", 2')],
     "webdataset": [
+        ("pipe:aws s3 cp ", ""),
+        ('.tar -"', '.tar"'),
+        (".tar -'", ".tar'"),
+        ("{shard.key} -", "{shard.key}"),
         ("{0000..0999}", "{000..003}"),
         ("0000.tar", "000.tar"),
         ("with_epoch(1000)", "with_epoch(2)"),
@@ -28,7 +32,7 @@ SMALLER = {
         ('set", 16', 'set", 2'),
     ],
 }
-"""What differs here: the names of the recorded data sets, batches, and worker processes."""
+"""What differs here: the names of the recorded data sets, how webdataset reads them, batches, and worker processes."""
 RUN = sorted(page for page in HOWTO.glob("*.md") if pages.blocks(page))
 
 

@@ -189,6 +189,13 @@ def test_what_a_hostile_index_of_mds_names_is_refused(tmp_path: Path, run: Run) 
         run(*arguments)
 
 
+def test_a_compressed_shard_with_more_bytes_than_the_index_says_is_refused(tmp_path: Path, run: Run) -> None:
+    source = copy_of("mds-zstd", tmp_path)
+    change_index(source, raw_data={"basename": "shard.00000.mds", "bytes": 1000, "hashes": {}})
+    with pytest.raises(CorruptionError, match=r"more than the 1000 bytes of index\.json"):
+        run("from_mds.py", source, tmp_path / "set", "--file", "clip=mp4")
+
+
 def test_columns_that_cannot_be_converted_are_named(tmp_path: Path, run: Run) -> None:
     source = copy_of("mds", tmp_path)
     with pytest.raises(UsageError, match="which format") as error:
@@ -196,7 +203,7 @@ def test_columns_that_cannot_be_converted_are_named(tmp_path: Path, run: Run) ->
     assert "--file clip=EXTENSION" in str(error.value)
     with pytest.raises(UsageError, match="names label"):
         run("from_mds.py", source, tmp_path / "set", "--file", "clip=mp4", "--file", "label=txt")
-    with pytest.raises(UsageError, match="two columns"):
+    with pytest.raises(UsageError, match="two files"):
         run("from_mds.py", source, tmp_path / "set", "--file", "clip=mp4", "--file", "still=mp4")
     with pytest.raises(UsageError, match="COLUMN=EXTENSION"):
         run("from_mds.py", source, tmp_path / "set", "--file", "clip=../mp4")
@@ -249,11 +256,24 @@ def test_chunks_that_only_litdata_can_read_are_refused_without_it(
     source = copy_of("litdata", tmp_path)
     index = source / "index.json"
     document = json.loads(index.read_text())
-    for change in ({"compression": "zstd"}, {"encryption": {"algorithm": "fernet"}}, {"item_loader": "TokensLoader"}):
+    for change in ({"compression": "zstd"}, {"encryption": {"algorithm": "fernet"}}):
         index.write_text(json.dumps({**document, "config": {**document["config"], **change}}))
         with pytest.raises(UnsupportedError, match="need litData") as error:
             run("from_litdata.py", source, tmp_path / "set", "--file", "raw=bin")
         assert "pip install litdata" in str(error.value)
+    for name, value in (("item_loader", "TokensLoader"), ("data_spec", None)):
+        index.write_text(json.dumps({**document, "config": {**document["config"], name: value}}))
+        with pytest.raises(UnsupportedError, match="not of samples"):
+            run("from_litdata.py", source, tmp_path / "set", "--file", "raw=bin")
+    spec = (
+        document["config"]["data_spec"]
+        .replace("about", "even")
+        .replace("caption", "x")
+        .replace('\\"even\\"]', '\\"even_x\\"]')
+    )
+    index.write_text(json.dumps({**document, "config": {**document["config"], "data_spec": spec}}))
+    with pytest.raises(UnsupportedError, match="the same path"):
+        run("from_litdata.py", source, tmp_path / "set", "--file", "raw=bin")
     formats = ["pickle" if kind == "int" else kind for kind in document["config"]["data_format"]]
     index.write_text(json.dumps({**document, "config": {**document["config"], "data_format": formats}}))
     with pytest.raises(UnsupportedError, match="formats pickle"):
@@ -342,8 +362,39 @@ def test_tars_are_compared_with_what_webdataset_reads(tmp_path: Path, run: Run) 
     assert "000009 is not in the source" in run("from_webdataset.py", tars, tmp_path / "set", "--read", first, code=1)
 
 
-def test_tars_that_are_converted_are_as_tarfile_writes_them(run: Run) -> None:
-    tars = runpy.run_path(str(SCRIPTS / "tars.py"), run_name="tars")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_tars_that_number_their_samples_from_zero_are_compared_by_shard(tmp_path: Path, run: Run) -> None:
+    for name in ("a", "b"):
+        shutil.copy(RECORDED / "energon" / "shard_000.tar", tmp_path / f"{name}.tar")
+    tars = f"{tmp_path}/{{a,b}}.tar"
+    assert "6 samples with" in run("from_webdataset.py", tars, tmp_path / "set", "--keys", "shard")
+    with Dataset(tmp_path / "set", trust_mounts=True) as dataset:
+        assert list(dataset.keys)[2:4] == ["a/000002", "b/000000"]
+
+
+def shared_part() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPTS / "tars.py"), run_name="tars")
+
+
+def test_extensions_are_in_lower_case_and_never_meet() -> None:
+    choose = shared_part()["choose_extensions"]
+    kinds = {"Image": "jpg", "Mask/left": "jpg", "Tokens": "npy", "raw": None}
+    found = {"Image": "jpg", "Mask/left": "mask_left.jpg", "Tokens": "tokens.npy", "raw": "bin"}
+    assert choose(kinds, {"raw": "BIN"}) == found
+    with pytest.raises(UsageError, match="two files have the extension"):
+        choose({"a": "npy", "A": "npy"}, {})
+    with pytest.raises(UsageError, match="two files have the extension json"):
+        choose({"a": None}, {"a": "json"})
+
+
+def test_numbers_that_json_does_not_have_are_kept_as_texts() -> None:
+    fields = {"a": float("nan"), "b": [float("inf"), {"c": -float("inf")}], "d": 0.1, "e": "é", "f": None, "g": True}
+    found = json.loads(shared_part()["json_of"](fields))
+    assert found == {**fields, "a": "nan", "b": ["inf", {"c": "-inf"}]}
+
+
+def test_tars_that_are_converted_are_as_tarfile_writes_them() -> None:
+    tars = shared_part()
     data = b"".join(tars["tar_parts"]([("a", {"bin": b"x" * 1000, "json": b"{}"}), ("b", {"bin": b""})]))
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         assert [(info.name, info.size) for info in tar] == [("a.bin", 1000), ("a.json", 2), ("b.bin", 0)]

@@ -112,6 +112,15 @@ def test_a_file_whose_pictures_are_larger_than_the_index_says_is_refused_before_
     assert "1280" not in found.message  # no such picture came out
 
 
+@pytest.mark.parametrize(("width", "height"), [(16, 16), (32, 32), (64, 16), (16, 64)])
+def test_the_limit_on_pixels_lets_the_smallest_pictures_through(width: int, height: int) -> None:
+    data = video_corpus.make(video_corpus.Made("", "mpeg4", "mp4", width=width, height=height, frames=6))
+    info = probe(data, ext="mp4").video
+    assert info is not None
+    found = decoded(data, info, 2, 4)
+    assert isinstance(found, Decoded), found
+
+
 def test_stamps_that_go_back_for_ever_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trim, "_check_start", lambda packet: None)
     data, info = film()
