@@ -18,9 +18,8 @@ import torch
 from headrace import AudioLoader, Checkpointer
 from headrace.dataio.sidecar import client
 
-setattr(
-    client, "may_have_local_files", lambda store: False
-)  # its dataset is a folder, which is to be read through the daemon
+# its dataset is a folder, which is to be read through the daemon
+client.may_have_local_files = lambda store: False  # type: ignore[attr-defined]
 
 
 def say(**line: Any) -> None:
