@@ -193,7 +193,7 @@ def _headrace(folder: Path) -> Loader:
             return super().read(key, ranges)
 
     readers: list[Timed] = []
-    vars(loader_module)["open_reader"] = lambda store, *_: Timed(store)
+    vars(loader_module)["open_shard_reader"] = lambda store, *_: Timed(store)
     return VideoLoader(str(folder / "ds"), BATCH, clip=Clip(2), size=(16, 16), seed=1, num_threads=2, trust_mounts=True)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from headrace.bench.workloads import resume
-from headrace.dataio.sidecar.client import open_reader
+from headrace.dataio.sidecar.client import open_shard_reader
 from headrace.loaders import loader as loader_module
 
 pytestmark = pytest.mark.slow
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_resumed_loader_is_timed_and_compared_with_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "_READS", [])
-    monkeypatch.setattr(loader_module, "open_reader", open_reader)  # put back afterwards
+    monkeypatch.setattr(loader_module, "open_shard_reader", open_shard_reader)  # put back afterwards
     resume.prepare(tmp_path, 400)
     monkeypatch.setattr(resume, "AFTER", 1)
     ours = resume.measure(resume.OURS, str(tmp_path))
