@@ -133,11 +133,12 @@ def test_a_read_that_cannot_succeed_says_why(store: Store) -> None:
 
 
 @contextlib.contextmanager
-def _server(*answers: bytes) -> Iterator[tuple[Store, list[int]]]:
-    """A store without retries at a server that gives these answers in order, and ends a connection before an empty one; and
-    the number of answers on each connection.
+def _server(*answers: bytes) -> Iterator[tuple[Store, list[int], threading.Event]]:
+    """A store without retries at a server that gives these answers in order, and ends a connection before an empty one; the
+    number of answers on each connection; and whether the client has closed a connection that the server ended.
     """
     answered: list[int] = []
+    closed = threading.Event()
     listening = socket.create_server(("127.0.0.1", 0))
     listening.settimeout(20)
 
@@ -153,13 +154,18 @@ def _server(*answers: bytes) -> Iterator[tuple[Store, list[int]]]:
                         asked += connection.recv(65536)
                     connection.sendall(answer)
                     answered[-1] += 1
+                with contextlib.suppress(ConnectionError):
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):
+                        pass
+                closed.set()
 
     thread = threading.Thread(target=serve)
     thread.start()
     options = {"endpoint_url": f"http://127.0.0.1:{listening.getsockname()[1]}", "key": "k", "secret": "s"}
     try:
         with open_store("s3://b/p", storage_options=options) as store:
-            yield store.inner, answered  # type: ignore[attr-defined]
+            yield store.inner, answered, closed  # type: ignore[attr-defined]
     finally:
         thread.join()
         listening.close()
@@ -173,14 +179,16 @@ def _http(body: bytes, status: str = "200 OK", more: str = _MODIFIED) -> bytes:
 
 
 def test_a_connection_is_used_again_until_the_server_ends_it(client: str) -> None:
-    with _server(_http(b"1"), _http(b"2"), b"", _http(b"3")) as (store, answered):
-        assert [store.get("k") for _ in range(3)] == [b"1", b"2", b"3"]
+    with _server(_http(b"1"), _http(b"2"), b"", _http(b"3")) as (store, answered, closed):
+        assert [store.get("k") for _ in range(2)] == [b"1", b"2"]
+        assert closed.wait(20)  # a request on a connection that is being ended would fail
+        assert store.get("k") == b"3"
     assert answered == [2, 1]
 
 
 def test_after_reconnecting_reads_use_other_connections() -> None:
     pytest.importorskip("obstore", reason="the extra s3 is not installed")
-    with _server(_http(b"1"), b"", _http(b"2")) as (store, answered):
+    with _server(_http(b"1"), b"", _http(b"2")) as (store, answered, _):
         assert store.get("k") == b"1"
         store.reconnect()
         assert store.get("k") == b"2"
@@ -198,5 +206,5 @@ def test_after_reconnecting_reads_use_other_connections() -> None:
     ],
 )
 def test_a_wrong_answer_is_one_clear_error(client: str, answer: bytes, kind: type[HeadraceError], words: str) -> None:
-    with _server(answer, b"") as (store, _), pytest.raises(kind, match=words):
+    with _server(answer, b"") as (store, _, _), pytest.raises(kind, match=words):
         store.get("k")
