@@ -1,9 +1,8 @@
 """`headrace ckpt`: list, check, show, tag and remove the steps of a checkpoint repository, and add up their sizes.
 
-Invariant: the command runs without torch. `ls`, `du`, `check`, `show` and `state` change nothing, except that they write the
-`cli_exchange` adds `export` and `import`.
+The modules `cli_*` add the other commands.
 
-Invariant: the command runs without torch. `ls`, `du`, `check` and `show` change nothing, except that they write the
+Invariant: the command runs without torch. `ls`, `du`, `check`, `show` and `state` change nothing, except that they write the
 missing COMMIT of a complete attempt, as every reader does. `ls`, `du` and `check` may also write a lease and delete it
 (`survey`). `retain` and `gc` print a plan and change nothing without `--apply`.
 Failure behaviour: exit code 4 when `check` finds damage, otherwise that of the error. The next collection finishes one
