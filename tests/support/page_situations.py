@@ -184,19 +184,17 @@ def fields(run: PageRun) -> None:
 
 
 def own_fields(run: PageRun) -> None:
-    scans = run.folder / "scans"
-    scans.mkdir()
-    for number in range(2):
-        (scans / f"{number}.png").write_bytes(picture("png", 64, 48))
-        (scans / f"{number}.points.bin").write_bytes(np.ones((3 + number, 4), np.float32).tobytes())
-    pack([scans], run.bucket / "scans", workers=1).close()
+    scans = {f"{number}.points.bin": np.ones((3 + number, 4), np.float32).tobytes() for number in range(2)}
+    _tar(run.folder / "tars" / "0.tar", scans)
 
 
 def latents(run: PageRun) -> None:
     (run.folder / "media").symlink_to(run.bucket / "media")
     clip = io.BytesIO()
     np.save(clip, np.zeros(4, np.float32))
-    _tar(run.folder / "latents" / "0.tar", {"a.npy": clip.getvalue(), "a.json": b'{"caption": "a dog"}'})
+    files = {f"{key}.json": b'{"caption": "a dog"}' for key in "abcd"}
+    files |= {f"{key}.latent.npy": clip.getvalue() for key in "abcd"}
+    _tar(run.folder / "tars" / "0.tar", dict(sorted(files.items())))
 
 
 def compare_copy(run: PageRun) -> None:

@@ -94,7 +94,7 @@ def run(page: Path, folder: Path) -> list[str]:
         finally:  # programs that the page left in the background
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(bash.pid, signal.SIGKILL)
-    text = log.read_text(errors="replace").replace(str(work), "/home/you")
+    text = log.read_text(errors="replace").replace(str(work), "/home/you").replace(str(folder), "/home/you")
     assert code == 0, f"{page.name}: exit code {code}\n{text[-3000:]}"
     return [re.split(r"\n?" + re.escape(_END) + r"\d+\n", text)[number] for number in range(len(found))]
 
