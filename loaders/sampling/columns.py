@@ -274,7 +274,7 @@ def _samples_of(dataset: Dataset, parts: range) -> tuple[int, int]:
     return (int(ends[parts.start - 1]) if parts.start else 0), (int(ends[parts.stop - 1]) if parts.stop else 0)
 
 
-def _key(kind: str, dataset: Dataset, function: Callable[..., Any], *more: str) -> Sequence[str] | None:
+def _key(kind: str, dataset: Dataset, function: Callable[..., Any] | AllOf, *more: str) -> Sequence[str] | None:
     """The key of the results of `function`. None if its classes are not Headrace's."""
     if not dataclasses.is_dataclass(function) or " at 0x" in repr(function):
         raise TypeError(f"{function!r} is not a dataclass whose repr describes what it computes")

@@ -345,40 +345,44 @@ def test_a_step_that_is_removed_before_it_is_held_is_not_what_a_timeline_begins_
     assert len(held) == 20
 
 
-@pytest.mark.parametrize(("saved", "kept"), [(15, [15, 20, 30]), (5, [5, 20, 30])])
+@pytest.mark.parametrize(
+    ("restored", "saved", "visible"),
+    [(30, 15, [10, 15, 20, 30]), (30, 5, [5, 10, 20, 30]), (20, 15, [10, 15, 20])],
+    ids=["between others", "below all", "with an abandoned step"],
+)
 def test_all_readers_agree_on_the_steps_after_a_save_below_the_restored_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], saved: int, kept: list[int]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], restored: int, saved: int, visible: list[int]
 ) -> None:
-    """The branch begins at the restored step, so no step is abandoned, and the latest one has a lower number."""
+    """The branch begins at the restored step, so no step up to it is abandoned, and the latest has a lower number."""
     url = str(tmp_path)
     with open_store(url) as store:
         repository.ensure_repo(store)
         Writer(store).save(10, 20, 30)
         going_back = another_process(store)
-        going_back.restore(30)
+        going_back.restore(restored)
         going_back.save(saved)
-        visible = sorted([10, 20, 30, saved])
         latest = repository.find(store, RUN, "latest")
         assert latest is not None
         assert (latest.step, steps(store)) == (saved, visible)
         for step in visible:
             assert repository.find(store, RUN, step) is not None
-        report = survey.survey(store, RUN)
-        assert sorted(line.step for line in report.steps if line.current) == visible
-        newest_first = [line.step for line in survey.newest_first(store, RUN)]
-        assert newest_first == [saved, 30, 20, 10]
-        in_report = read_report(store, RUN).runs[0].steps
-        assert sorted(line.step for line in in_report if line.current) == visible
+        newest_first = [saved, *(step for step in (30, 20, 10) if step in visible)]
+        assert [line.step for line in survey.newest_first(store, RUN)] == newest_first
+        for lines in (survey.survey(store, RUN).steps, read_report(store, RUN).runs[0].steps):
+            assert sorted(line.step for line in lines if line.current) == visible
+        marks = dict.fromkeys({10, 20, 30} - set(visible), "(abandoned branch)") | dict.fromkeys(visible, "")
         assert main(["ckpt", "ls", url]) == 0
-        marks = {
-            int(line.split()[4]): line.partition("ranks 1")[2].strip() for line in capsys.readouterr().out.splitlines()
+        listed = capsys.readouterr().out.splitlines()
+        assert {int(line.split()[4]): line.partition("ranks 1")[2].strip() for line in listed} == marks | {
+            saved: "(latest)"
         }
-        assert marks == {step: "(latest)" if step == saved else "" for step in visible}
         assert main(["ckpt", "tree", url]) == 0
-        assert f"timeline 2 from step 30 of timeline 1: step {saved}  (newest)" in capsys.readouterr().out
-        assert collect.retain(store, RUN, Keep(last=4)) is None
-        collect.retain(store, RUN, Keep(last=3))
-        assert steps(store) == kept
+        assert f"timeline 2 from step {restored} of timeline 1: step {saved}  (newest)" in capsys.readouterr().out
+        assert collect.retain(store, RUN, Keep(last=len(visible))) is None, (
+            "a step that is higher than the latest stays"
+        )
+        collect.retain(store, RUN, Keep(last=2))
+        assert steps(store) == sorted(newest_first[:2])
 
 
 def test_of_a_step_that_was_saved_again_only_the_newer_one_is_current(store: Store) -> None:
