@@ -153,10 +153,12 @@ def _steps_text(done: check.CheckProgress) -> str:
 def _print_steps(report: survey.Report, options: argparse.Namespace) -> None:
     if not report.steps:
         print("no committed steps")
+    latest = [] if options.where else _latest_below_others(report.steps)
     for line in report.steps:
         when = datetime.fromtimestamp(line.committed, UTC).strftime("%Y-%m-%d %H:%M:%S")
         sizes = f"{format_bytes(line.bytes_state):>10} of state {format_bytes(line.bytes_written):>10} written"
         note = "" if line.current else "  (abandoned branch)"
+        note = "  (latest)" if line in latest else note
         text = f"{line.run}  timeline {line.timeline}  step {line.step:>8}  {when}Z  {sizes}  ranks {line.world_size}{note}"
         print(one_line(text + cli_metadata.columns(line, options)))
     for attempt in report.unfinished:
@@ -164,6 +166,16 @@ def _print_steps(report: survey.Report, options: argparse.Namespace) -> None:
             f"{attempt.run}  timeline {attempt.timeline}  step {attempt.step:>8}  attempt {attempt.attempt} {attempt.state}"
         )
     _print_problems(report)
+
+
+def _latest_below_others(steps: Sequence[survey.StepLine]) -> list[survey.StepLine]:
+    """The latest step of each run in which readers also see a step with a higher number. `steps`: all steps."""
+    latest, highest = dict[str, survey.StepLine](), dict[str, int]()
+    for line in (each for each in steps if each.current):
+        highest[line.run] = max(line.step, highest.get(line.run, 0))
+        if line.run not in latest or (line.timeline, line.step) > (latest[line.run].timeline, latest[line.run].step):
+            latest[line.run] = line
+    return [line for run, line in latest.items() if line.step < highest[run]]
 
 
 def _print_check(report: survey.Report, *, quick: bool) -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _MAX_RULES = 16 << 20
 _FORMATS = ("hf", "safetensors", "dcp", "torch")
+_FORMATS_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 
 
 def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> None:
@@ -42,7 +43,10 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     export.add_argument("dest", metavar="DEST", help="the folder (hf, dcp) or file (safetensors, torch) to write")
     export.add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
     export.add_argument(
-        "--format", choices=_FORMATS, default="hf", help="default: hf, a folder that transformers loads"
+        "--format",
+        choices=_FORMATS,
+        help="default: safetensors for a DEST that ends in .safetensors, torch for .pt and .pth, else hf, a folder that"
+        " transformers loads",
     )
     for name, what in (("include", "export only"), ("exclude", "leave out")):
         help_text = f"{what} entries that match, such as 'model/*'; may be repeated"
@@ -85,7 +89,7 @@ def _export(store: Store, options: argparse.Namespace) -> int:
             run=run,
             step=step,
             tag=tag,
-            format=options.format,
+            format=options.format or _format_of(options.dest),
             include=options.include,
             exclude=options.exclude or (),
             dtype=options.dtype,
@@ -100,6 +104,11 @@ def _export(store: Store, options: argparse.Namespace) -> int:
     else:
         _print_export(report, time.monotonic() - began)
     return 0
+
+
+def _format_of(dest: str) -> str:
+    """The format of an export by the name of its destination. A name that ends in a slash is that of a folder."""
+    return "hf" if dest.endswith("/") else _FORMATS_BY_SUFFIX.get(Path(dest).suffix, "hf")
 
 
 def _print_export(report: ExportReport, seconds: float) -> None:

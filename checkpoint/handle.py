@@ -28,7 +28,8 @@ class SaveResult:
     Attributes:
         run (str), timeline (int), step (int), attempt (str): Name of the committed attempt.
         bytes_state (int): Bytes of state of this rank.
-        bytes_written (int): Bytes that this rank wrote to packs.
+        bytes_written (int): Bytes of state that this rank wrote to packs, as they are stored. Gaps between small tensors
+            are not counted.
         bytes_deduplicated (int): Bytes that were not written because they were stored already.
         seconds (float): Seconds from the end of staging to COMMIT.
         stall (float): Seconds for which `save` blocked the caller.

@@ -63,7 +63,8 @@ class OpenRun:
     def steps(self) -> list[int]:
         """The steps that `restore` finds, in ascending order.
 
-        These are the steps of the newest timeline, and those of its ancestors up to each branch point.
+        These are the steps of the newest timeline, and those of its ancestors up to each branch point. The latest step
+        is the newest of the newest timeline. After a trainer went back, it may have a lower number than others.
         """
         self._check_open()
         if repository.read_repo(self._store) is None:

@@ -21,7 +21,7 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.audio.spec import Window
 from headrace.loaders.batch.batch import Output
@@ -42,7 +42,8 @@ from headrace.loaders.processors.like import LikeClips
 from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
 from headrace.loaders.processors.wrappers import by_stream, mels, sourced, wrapped
 from headrace.loaders.sampling.buckets import Buckets, Durations
-from headrace.loaders.sampling.columns import AllOf, HasFiles, HasValue, samples_where
+from headrace.loaders.sampling.columns import HasFiles, HasValue
+from headrace.loaders.sampling.left_out import samples_with_all
 from headrace.loaders.sampling.plan import Bucketing
 from headrace.loaders.sampling.sample_ids import SampleIds, Small
 from headrace.loaders.sampling.state import parts as described_parts
@@ -122,11 +123,6 @@ class Loader(BaseLoader):
 
         def find(dataset: Dataset) -> tuple[SampleIds, int | Small]:
             ids = fields.find(dataset)
-            if not len(ids):
-                raise UsageError(
-                    f"{dataset.url} has no sample with all of {', '.join(map(repr, fields.named))}",
-                    hint="`headrace info` lists its contents; fields with required=False leave no sample out",
-                )
             return ids, fields.parts_of(dataset, ids)
 
         def start_processor() -> Processor:
@@ -212,34 +208,23 @@ class _Fields:
                 )
 
     @property
-    def condition(self) -> AllOf:
-        """The samples that have all required fields, apart from the files of videos."""
-        own = [video for video in self.videos.values() if video.file is None]
-        conditions: list[HasValue | HasFiles] = [video.condition(self._video_buckets) for video in own]
-        if self.audios:
-            conditions.append(HasValue("audio_codec"))
-        if any(one.uses_caption for one in self._required):
-            conditions.append(HasValue("text"))
-        if files := sorted({ext for one in self._required for ext in one.files}):
-            conditions.append(HasFiles(tuple(files)))
-        return AllOf(tuple(dict.fromkeys(conditions)))
-
-    @property
     def video_files(self) -> tuple[str, ...]:
         """The files of videos that samples must have."""
         return tuple(sorted({one.file for one in self.videos.values() if one.file is not None and one.required}))
 
     def find(self, dataset: Dataset) -> SampleIds:
-        """The samples that have all required fields. The log says how many are left out for lack of a camera."""
-        condition, files = self.condition, self.video_files
-        if not files:
-            return samples_where(dataset, condition)
-        ids = samples_where(dataset, AllOf((*condition.conditions, HasFiles(files))))
-        names, total = ", ".join(f".{ext}" for ext in files), len(samples_where(dataset, condition))
-        if len(ids) < total:
-            text = f"{total - len(ids):,} of {total:,} samples of {dataset.url} lack {names} and are left out; "
-            warn_once(_log, f"{text}required=False keeps them", "job")
-        return ids
+        """The samples that have all required fields. The log says how many are left out for lack of each file."""
+        own = [video for video in self.videos.values() if video.file is None]
+        conditions: list[HasValue | HasFiles] = [video.condition(self._video_buckets) for video in own]
+        if self.audios:
+            conditions.append(HasValue("audio_codec"))
+        optional: list[HasValue | HasFiles] = []
+        if any(one.uses_caption for one in self._required):
+            optional.append(HasValue("text"))
+        files = {ext for one in self._required for ext in one.files}
+        optional += [HasFiles((ext,)) for ext in sorted(files.union(self.video_files))]
+        wanted = f"all of {', '.join(map(repr, self.named))}"
+        return samples_with_all(dataset, tuple(dict.fromkeys([*conditions, *optional])), optional, wanted)
 
     @property
     def described(self) -> Any:

@@ -25,8 +25,8 @@ from headrace.loaders.config import LoaderConfig, configured_by
 from headrace.loaders.fetch.sample_reader import files_of
 from headrace.loaders.interfaces import FetchedSample, Needs, ProcessedSample, Processor, SampleLayout, SampleRef
 from headrace.loaders.loader import BaseLoader
-from headrace.loaders.sampling.columns import HasFiles, samples_where
-from headrace.loaders.sampling.sample_ids import SampleIds
+from headrace.loaders.sampling.columns import HasFiles
+from headrace.loaders.sampling.left_out import samples_with_all
 
 if TYPE_CHECKING:
     from headrace.loaders.sampling.mixture import Mixture
@@ -80,7 +80,7 @@ class FileConfig(LoaderConfig):
             mixture.
         batch_size (int): samples in a rank's batch.
         files (Sequence[str]): extensions of the files to deliver of each sample, such as `["npy", "json"]`. Samples
-            that lack one of these files are left out.
+            that lack one of these files are left out. The log says how many.
     """
 
     url_or_dataset: str | os.PathLike[str] | Dataset | Mixture
@@ -141,32 +141,11 @@ class FileLoader(BaseLoader):
 
         plan, owned = config.open_plan(
             config.url_or_dataset,
-            lambda dataset: (samples_with_files(dataset, names), 1),
+            lambda dataset: (samples_with_all(dataset, [HasFiles((name,)) for name in names]), 1),
             ["files", *names],
             config.sampling(config.batch_size),
         )
         super().__init__(plan, start_processor, delivery=delivery, bad_samples=config.bad_samples, owned=owned)
-
-
-def samples_with_files(dataset: Dataset, files: Sequence[str]) -> SampleIds:
-    """The ids of the samples that have files with all of these extensions."""
-    ids = samples_where(dataset, HasFiles(tuple(files)))
-    if not len(ids):
-        names = ", ".join(f".{ext}" for ext in files)
-        there = ", ".join(f".{ext}" for ext in _extensions_in(dataset)[:MAX_FILES]) or "no files"
-        raise UsageError(f"{dataset.url} has no sample with {names}", hint=f"there are: {there}")
-    return ids
-
-
-def _extensions_in(dataset: Dataset) -> list[str]:
-    """The extensions of all files of a dataset, in order."""
-    from headrace.dataio.shards.index import arrow as pc
-
-    extensions = set[str]()
-    for table in dataset.index.tables(["members"]):
-        for members in table["members"].chunks:
-            extensions |= set(pc.unique(pc.struct_field(pc.list_flatten(members), ["ext"])).to_pylist())
-    return sorted(extensions)
 
 
 def _extensions(files: Any) -> list[str]:

@@ -300,6 +300,14 @@ def cut_all(specs: Sequence[TensorSpec], layout: Layout) -> tuple[list[Piece], l
     return all_pieces, spans
 
 
+def gaps(pieces: Sequence[Piece], spans: Iterable[Iterable[PieceSpan]]) -> dict[int, int]:
+    """The bytes of pieces that belong to no tensor, by the number of the piece. Pieces without such bytes are left out."""
+    rest = dict(enumerate(piece.length for piece in pieces))
+    for span in (each for own in spans for each in own):
+        rest[span.piece] -= span.length
+    return {number: length for number, length in rest.items() if length}
+
+
 def _small_spans(at: int, nbytes: int) -> Iterator[PieceSpan]:
     for start, length in cut(nbytes, FINE_CHUNK_BYTES, at):
         piece, inside = divmod(at + start, FINE_CHUNK_BYTES)

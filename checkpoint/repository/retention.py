@@ -42,8 +42,8 @@ class Keep:
     """Which steps of a run to keep. A step stays if any rule matches; the newest step always stays.
 
     Args:
-        last (int | None): Keep the newest `last` steps. With `last` and `every` None and no `best` (default), all steps
-            stay.
+        last (int | None): Keep the newest `last` steps, those of the newest timeline first. With `last` and `every`
+            None and no `best` (default), all steps stay.
         every (int | None): Keep steps whose number is a multiple of `every`. Default: None.
         tags (tuple[str, ...]): Keep steps that have a tag matching one of these patterns, for example
             `("release-*",)`. Default: `("*",)`, any tag.

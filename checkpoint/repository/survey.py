@@ -11,7 +11,7 @@ leases are compared with this machine's clock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -169,14 +169,25 @@ def survey_steps(
     now = _StoreTime(store, next(iter(chosen), ""), clock)
     for run, steps in chosen.items():
         outcomes = list(many(partial(_survey_step, store, run, now), steps))
-        segments = branches.get(run, ())
-        current = {base for each in outcomes if (base := each.base) is not None and _is_in(base, segments)}
-        _add(run, outcomes, current, report)
+        _add(run, outcomes, _current_of(outcomes, branches.get(run, ())), report)
     return report
 
 
-def _is_in(base: Base, segments: Sequence[Segment]) -> bool:
-    return any(base.timeline == each.timeline and (each.upto is None or base.step <= each.upto) for each in segments)
+def _current_of(outcomes: Iterable[_SurveyedStep], segments: Iterable[Segment]) -> set[Base]:
+    """The steps that readers see, if no other steps exist. `segments`: the newest branch, newest first.
+
+    Of two steps with one number, readers see that of the newer timeline.
+    """
+    listed: dict[int, list[Base]] = {}
+    for each in outcomes:
+        if each.base is not None:
+            listed.setdefault(each.base.timeline, []).append(each.base)
+    current: dict[int, Base] = {}
+    for segment in segments:
+        for base in listed.get(segment.timeline, ()):
+            if segment.upto is None or base.step <= segment.upto:
+                current.setdefault(base.step, base)
+    return set(current.values())
 
 
 def _survey_run(store: Store, run: str, report: Report, now: Callable[[], float]) -> None:

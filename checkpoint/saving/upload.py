@@ -71,7 +71,11 @@ class Stored:
 
 @dataclass(slots=True)
 class Tables:
-    """The manifest's tables while they are built, and the bytes written and deduplicated."""
+    """The manifest's tables while they are built, and the bytes written and deduplicated.
+
+    `gaps`: bytes of a chunk between small tensors, by its digest. They belong to no tensor, so neither number counts
+    them.
+    """
 
     packs: dict[PackName, int] = field(default_factory=dict)
     chunks: list[Chunk] = field(default_factory=list)
@@ -79,8 +83,17 @@ class Tables:
     references: dict[bytes, dedup.Stored] = field(default_factory=dict)
     """The base of each chunk that is a difference, by the chunk's digest."""
     links: list[tuple[int, int]] = field(default_factory=list)
+    gaps: dict[bytes, int] = field(default_factory=dict)
     written: int = 0
     deduplicated: int = 0
+
+    def count_written(self, digest: bytes, stored: int, raw: int) -> None:
+        """Count a chunk that this save stored, as at most the bytes of its tensors."""
+        self.written += min(stored, raw - self.gaps.get(digest, 0))
+
+    def count_deduplicated(self, digest: bytes, raw: int) -> None:
+        """Count a chunk that was stored already."""
+        self.deduplicated += raw - self.gaps.get(digest, 0)
 
     def add(self, name: PackName, entry: pack.Entry | Chunk) -> None:
         self.number[entry.digest] = len(self.chunks)
@@ -110,7 +123,7 @@ def upload(
     )
     codecs = _codecs(store, plan, known, specs, layout, spans)
     add_stored(known, progress.stored(store, plan))
-    work = _Upload(plan, emit, progress, known, sum(piece.length for piece in pieces))
+    work = _Upload(plan, emit, progress, known, sum(piece.length for piece in pieces), chunking.gaps(pieces, spans))
     took = codecs.upload.took if codecs is not None else None
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="headrace-hash") as pool:
         check = _ArenaCheck(arena, pool, plan.step)
@@ -152,13 +165,17 @@ _Hashed = tuple[pack.NewChunk, dedup.Stored | None, int]
 
 @dataclass(slots=True)
 class _Upload:
-    """The chunks of one upload, and the manifest's tables that result from them. `total`: bytes of all pieces."""
+    """The chunks of one upload, and the manifest's tables that result from them. `total`: bytes of all pieces.
+
+    `gaps`: the bytes of a piece that belong to no tensor, by its number.
+    """
 
     plan: PutPlan
     emit: Callable[[Event], None]
     progress: ProgressFile
     known: dedup.KnownChunks
     total: int
+    gaps: dict[int, int]
     tables: Tables = field(default_factory=Tables)
     digests: list[bytes] = field(default_factory=list)
 
@@ -168,6 +185,8 @@ class _Upload:
         """The chunks that must be stored. The digests of all chunks are recorded, and the progress is reported."""
         done = reported = 0
         for piece, (chunk, base, fingerprint) in hashed:
+            if gap := self.gaps.get(len(self.digests)):
+                self.tables.gaps[chunk.digest] = max(gap, self.tables.gaps.get(chunk.digest, 0))
             self.digests.append(chunk.digest)
             if base is not None and chunk.digest not in self.tables.number:
                 self.tables.references[chunk.digest] = base
@@ -183,7 +202,7 @@ class _Upload:
         """Record that a chunk is written into pack number `nth`."""
         name = self.progress.name(self.plan, nth)
         self.tables.add(name, entry)
-        self.tables.written += entry.stored
+        self.tables.count_written(entry.digest, entry.stored, entry.raw)
         self.progress.packing(name, entry)
         _in_pack()
 
@@ -248,7 +267,7 @@ _fingerprint = xxhash.xxh3_64_intdigest
 def _is_new(chunk: pack.NewChunk, known: dedup.KnownChunks, tables: Tables) -> bool:
     """Whether the chunk must be stored. A chunk that is stored already is added to the tables."""
     if chunk.digest in tables.number:
-        tables.deduplicated += chunk.raw
+        tables.count_deduplicated(chunk.digest, chunk.raw)
         return False
     stored = known.chunks.get(chunk.digest)
     if stored is None:
@@ -256,8 +275,10 @@ def _is_new(chunk: pack.NewChunk, known: dedup.KnownChunks, tables: Tables) -> b
     if stored.base is not None:
         tables.references[chunk.digest] = stored.base
     tables.add(stored.pack, stored.chunk)
-    tables.deduplicated += chunk.raw if chunk.digest not in known.own else 0
-    tables.written += known.own.get(chunk.digest, 0)
+    if (own := known.own.get(chunk.digest)) is not None:
+        tables.count_written(chunk.digest, own, chunk.raw)
+    else:
+        tables.count_deduplicated(chunk.digest, chunk.raw)
     return False
 
 

@@ -5,8 +5,9 @@ The pages of `docs/` and some Markdown files outside it are copied to a folder, 
 repository becomes its path.
 
 Invariants: `docs/` itself is never written. The site works without a server. `llms.txt` lists all pages, and
-`llms-full.txt` has their text.
-Failure behaviour: a warning of Sphinx ends the build with exit code 1, and the site is then incomplete.
+`llms-full.txt` has their text. The output has no page of an earlier build: a site that is there is removed first.
+Failure behaviour: a warning of Sphinx ends the build with exit code 1, and the site is then incomplete. A folder that
+has other files is refused with exit code 2, and stays as it is.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ OUTSIDE = {
 }
 """Files outside `docs/` that are pages of the site → their names there."""
 GENERATED = ("reference/commands.md", "reference/settings.md", "reference/metrics.md", "reference/errors.md")
+_OF_SPHINX = (".buildinfo", ".doctrees")
+"""Files and folders that every build of Sphinx writes first."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 _BLOCK = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
@@ -150,10 +153,19 @@ def _rank(name: str) -> tuple[int, str]:
     return (_ORDER.index(first) if first in _ORDER else len(_ORDER), name)
 
 
+def make_empty(output: Path) -> None:
+    """Remove the site of an earlier build. `ValueError` if the folder has files, but no site."""
+    if output.is_dir() and any(output.iterdir()):
+        if not any((output / name).exists() for name in _OF_SPHINX):
+            raise ValueError(f"{output} has files that are not a site; give an empty folder, or remove it")
+        shutil.rmtree(output)
+
+
 def build(output: Path) -> int:
-    """Build the site in `output` and return the exit code of Sphinx."""
+    """Build the site in `output` and return the exit code of Sphinx. `ValueError` as in `make_empty`."""
     from sphinx.cmd.build import build_main
 
+    make_empty(output)
     source = output.with_name(f"{output.name}-source")
     pages = stage(source)
     code = build_main(["-q", "-W", "--keep-going", "-j", "auto", "-b", "html", str(source), str(output)])
@@ -163,6 +175,10 @@ def build(output: Path) -> int:
 
 if __name__ == "__main__":
     chosen = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "docs").resolve()
-    result = build(chosen)
+    try:
+        result = build(chosen)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     print(f"file://{chosen}/index.html" if result == 0 else "the site has warnings, which are errors; see above")
     sys.exit(result)

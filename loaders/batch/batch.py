@@ -120,7 +120,7 @@ class Batch:
         if tensor.shape == target.shape and tensor.data_ptr() == target.data_ptr():
             return
         if target.shape != self._shape(name, tensor.shape):
-            raise shape_error(sample, name, tensor, target)
+            raise self._shape_error(sample, name, tensor, target)
         pixels = self._pixels(name)
         if pixels is not None and tensor.ndim == 4:
             write_pixels(target, tensor, pixels)
@@ -152,6 +152,18 @@ class Batch:
     def _pixels(self, name: str) -> Output | None:
         """The format of an entry of pixels. None for other entries."""
         return self._output if name == "video" else None
+
+    def _shape_error(
+        self, sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor
+    ) -> UsageError:
+        return UsageError(
+            f"sample {sample.sample.key!r} has {name} of {tuple(tensor.shape)}, others in its batch of {tuple(target.shape)}",
+            hint=self._shape_hint(name),
+        )
+
+    def _shape_hint(self, name: str) -> str:
+        """What to do if the values of this entry have different shapes."""
+        return "give the loader a size=(height, width); a transform has to return one shape, too"
 
     def _record_stream(self) -> None:
         """Prevent the reuse of device memory until the current stream has finished with it."""
@@ -200,13 +212,6 @@ def without_data(sample: ProcessedSample) -> ProcessedSample:
     """The sample with its tensors' names but without their data."""
     return ProcessedSample(
         sample.sample, dict.fromkeys(sample.tensors, _RELEASED), sample.values, skipped=sample.skipped
-    )
-
-
-def shape_error(sample: ProcessedSample, name: str, tensor: torch.Tensor, target: torch.Tensor) -> UsageError:
-    return UsageError(
-        f"sample {sample.sample.key!r} has {name} of {tuple(tensor.shape)}, others in its batch of {tuple(target.shape)}",
-        hint="give the loader a size=(height, width); a transform has to return one shape, too",
     )
 
 

@@ -98,6 +98,14 @@ class FieldBatch(Batch):
     def _pixels(self, name: str) -> Output | None:
         return self._fields.pixels.get(name)
 
+    def _shape_hint(self, name: str) -> str:
+        if name in self._fields.pixels:
+            return "give the field a size=(height, width); a transform must return one shape for all samples"
+        return (
+            f'give the field {name!r} collate="pad" if only the length of the first axis differs, else collate="list";'
+            " a transform must return one shape for all samples"
+        )
+
     def _all_tensors(self) -> list[torch.Tensor]:
         entries = [value for value in self._entries.values() if isinstance(value, torch.Tensor) and value.is_cuda]
         return [*super()._all_tensors(), *entries]

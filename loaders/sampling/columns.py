@@ -43,6 +43,9 @@ _OWN_PACKAGES: tuple[str, ...] = ("headrace.",)
 """The packages whose classes compute the same results in every process with this version of Headrace."""
 
 
+_MISSING = "missing"
+
+
 @dataclasses.dataclass(frozen=True)
 class HasValue:
     """Whether a column of strings is neither null nor one of `without`."""
@@ -101,10 +104,6 @@ class AllOf:
     def columns(self) -> Sequence[str]:
         return tuple(dict.fromkeys(column for condition in self.conditions for column in condition.columns))
 
-    def __call__(self, table: Any) -> Mask:
-        mask: Mask = np.logical_and.reduce([condition(table) for condition in self.conditions])
-        return mask
-
 
 def samples_where(dataset: Dataset, condition: HasValue | HasFiles | AllOf) -> SampleIds:
     """The ids of the samples for which `condition` holds.
@@ -112,11 +111,26 @@ def samples_where(dataset: Dataset, condition: HasValue | HasFiles | AllOf) -> S
     Raises:
         UsageError: the dataset or view is empty.
     """
+    ids, _ = samples_and_missing(dataset, condition if isinstance(condition, AllOf) else AllOf((condition,)))
+    return ids
+
+
+def samples_and_missing(dataset: Dataset, condition: AllOf) -> tuple[SampleIds, dict[HasValue | HasFiles, int]]:
+    """The ids of the samples for which `condition` holds, and the number of samples for which a part of it does not.
+
+    Parts that hold for all samples are left out.
+
+    Raises:
+        UsageError: the dataset or view is empty.
+    """
     if not len(dataset):
         raise UsageError(f"no sample of {dataset.url} is left", hint="use a less strict condition for the view")
-    parts = condition.conditions if isinstance(condition, AllOf) else (condition,)
-    unknown = tuple(part for part in parts if not part.is_true_of_all(dataset))
-    return _samples_that_hold(dataset, AllOf(unknown)) if unknown else AllIds(len(dataset))
+    unknown = tuple(part for part in condition.conditions if not part.is_true_of_all(dataset))
+    if not unknown:
+        return AllIds(len(dataset)), {}
+    arrays = _samples_that_hold(dataset, AllOf(unknown))
+    missing = {part: int(count) for part, count in zip(unknown, arrays[_MISSING], strict=True) if count}
+    return ids_from(arrays, len(dataset)), missing
 
 
 def samples_with(dataset: Dataset, condition: HasValue, what: str) -> SampleIds:
@@ -130,24 +144,33 @@ def samples_with(dataset: Dataset, condition: HasValue, what: str) -> SampleIds:
     return ids
 
 
-def _samples_that_hold(dataset: Dataset, condition: AllOf) -> SampleIds:
-    pieces = _pieces(dataset)
+def _samples_that_hold(dataset: Dataset, condition: AllOf) -> Arrays:
+    """The arrays of the ids, and `_MISSING`: for each part, the number of samples for which it does not hold.
+
+    A piece has these numbers as int64, and then the packed mask of its samples.
+    """
+    pieces, head = _pieces(dataset), 8 * len(condition.conditions)
 
     def piece(number: int) -> Any:
-        masks = [condition(table) for table in dataset.index.tables(condition.columns, pieces[number])]
-        return np.packbits(np.concatenate([np.zeros(0, np.bool_), *masks]), bitorder="little")
+        masks, missing = [np.zeros(0, np.bool_)], np.zeros(len(condition.conditions), np.int64)
+        for table in dataset.index.tables(condition.columns, pieces[number]):
+            each = [part(table) for part in condition.conditions]
+            missing += [np.count_nonzero(~mask) for mask in each]
+            masks.append(np.logical_and.reduce(each))
+        return np.concatenate([missing.view(np.uint8), np.packbits(np.concatenate(masks), bitorder="little")])
 
-    def combine(packed_masks: Iterable[Any], new: NewArray) -> None:
-        builder = IdsBuilder(len(dataset))
-        for packed, parts in zip(packed_masks, pieces, strict=True):
+    def combine(computed: Iterable[Any], new: NewArray) -> None:
+        builder, missing = IdsBuilder(len(dataset)), np.zeros(len(condition.conditions), np.int64)
+        for array, parts in zip(computed, pieces, strict=True):
             first, last = _samples_of(dataset, parts)
-            builder.add(np.unpackbits(packed, count=last - first, bitorder="little").view(np.bool_))
-        for name, array in builder.ids().arrays().items():
+            missing += array[:head].copy().view(np.int64)
+            builder.add(np.unpackbits(array[head:], count=last - first, bitorder="little").view(np.bool_))
+        arrays = {**builder.ids().arrays(), _MISSING: missing}
+        for name, array in arrays.items():
             new(name, array.shape, array.dtype)[...] = array
 
-    key = _key("ids", dataset, condition)
-    work = _work(dataset, key, pieces, piece, combine)
-    return ids_from(compute(work), len(dataset))
+    key = _key("ids and missing", dataset, condition)
+    return compute(_work(dataset, key, pieces, piece, combine))
 
 
 def small_numbers(dataset: Dataset, names: Sequence[str], ids: SampleIds, function: Callable[..., Any]) -> Small:
@@ -251,7 +274,7 @@ def _samples_of(dataset: Dataset, parts: range) -> tuple[int, int]:
     return (int(ends[parts.start - 1]) if parts.start else 0), (int(ends[parts.stop - 1]) if parts.stop else 0)
 
 
-def _key(kind: str, dataset: Dataset, function: Callable[..., Any], *more: str) -> Sequence[str] | None:
+def _key(kind: str, dataset: Dataset, function: Callable[..., Any] | AllOf, *more: str) -> Sequence[str] | None:
     """The key of the results of `function`. None if its classes are not Headrace's."""
     if not dataclasses.is_dataclass(function) or " at 0x" in repr(function):
         raise TypeError(f"{function!r} is not a dataclass whose repr describes what it computes")

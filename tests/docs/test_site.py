@@ -138,6 +138,20 @@ def test_a_picture_for_one_theme_is_shown_in_that_theme_only(pages: dict[str, st
     assert "cache.svg){" not in pages["explanation/cache.md"]
 
 
+def test_a_build_begins_with_an_empty_folder_and_removes_only_a_site(tmp_path: Path) -> None:
+    site, other = tmp_path / "site", tmp_path / "other"
+    for folder, marker in ((site, ".buildinfo"), (other, "notes.txt")):
+        (folder / "howto").mkdir(parents=True)
+        (folder / "howto" / "migrate.html").write_text("a page that nothing lists")
+        (folder / marker).write_text("")
+    build.make_empty(site)
+    assert not site.exists()
+    build.make_empty(site)
+    with pytest.raises(ValueError, match="has files that are not a site"):
+        build.build(other)
+    assert (other / "howto" / "migrate.html").exists()
+
+
 def test_the_texts_for_language_models_name_every_page(pages: dict[str, str], tmp_path: Path) -> None:
     build.write_texts(pages, tmp_path)
     listing, whole = (tmp_path / "llms.txt").read_text(), (tmp_path / "llms-full.txt").read_text()

@@ -447,3 +447,17 @@ def test_impossible_fields_are_refused(make: Callable[..., Loader], fields: Any,
 def test_buckets_without_their_field_are_refused(make: Callable[..., Loader]) -> None:
     with pytest.raises(UsageError, match="buckets cannot be used with these fields"):
         make({"label": Label()}, batch_size=None, buckets=Buckets((Bucket((32, 32)),), budget=10**6))
+
+
+def test_values_of_different_lengths_that_are_stacked_are_refused_with_what_takes_them(
+    make: Callable[..., Loader],
+) -> None:
+    loader = make({"points": Points(collate="stack")}, shuffle=False)
+    with pytest.raises(UsageError, match=r"has points of \(\d, 4\).*field 'points' collate=\"pad\".*collate=\"list\""):
+        next(iter(loader))
+
+
+def test_frames_of_different_sizes_are_refused_with_the_size_of_a_field(make: Callable[..., Loader]) -> None:
+    loader = make({"video": Video(Clip(2))}, batch_size=8)
+    with pytest.raises(UsageError, match=r"has video of .*give the field a size=\(height, width\)"):
+        next(iter(loader))

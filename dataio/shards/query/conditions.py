@@ -33,6 +33,8 @@ SPILL_MEMORY = "512MiB"
 """The memory of a connection that may use the disk."""
 ROW = "__row"
 """The column with the row numbers. A promoted field with this name is available only as `fields."__row"`."""
+_SIMILAR = 0.75
+"""The least similarity of a name that an error suggests, from 0 to 1."""
 _EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see headrace filter --help)"
 
 COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -280,10 +282,12 @@ def _find_field(name: str, fields: Mapping[str, str], text: str) -> str:
 
 def _unknown_column(name: str, fields: Mapping[str, str], text: str) -> UsageError:
     names = [*COLUMNS, *(field if field.lower() != ROW else f'fields."{field}"' for field in fields)]
-    similar = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.6)
+    similar = difflib.get_close_matches(name.lower(), names, n=3, cutoff=_SIMILAR)
     hint = f"did you mean {' or '.join(similar)}?" if similar else f"there are {', '.join(sorted(COLUMNS))}"
     if not similar and fields:
         hint += f"; and of the samples' JSON {', '.join(sorted(fields)[:30])}"
+    elif not fields:
+        hint += "; the index has no entries of the samples' JSON"
     return UsageError(f"the condition {quote(text)} names the column {name!r}, which does not exist", hint=hint)
 
 

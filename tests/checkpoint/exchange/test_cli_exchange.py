@@ -96,3 +96,19 @@ def test_the_help_of_ckpt_needs_no_torch() -> None:
     code = "import sys; sys.modules['torch'] = None; from headrace.dataio.cli import main; main(['ckpt', 'export', '--help'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "--max-shard-size" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "format"), [("m.safetensors", "safetensors"), ("m.pt", "torch"), ("m.pth", "torch"), ("m.v2", "hf")]
+)
+def test_an_export_without_a_format_takes_it_from_the_name(
+    tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str], name: str, format: str
+) -> None:
+    target = tmp_path / name
+    assert f"of format {format}\n" in said(capsys, "export", repository, target, "--run", "exp")
+    assert target.is_dir() == (format == "hf")
+    folder = f"{tmp_path}/folder-{name}/"
+    assert "of format hf\n" in said(capsys, "export", repository, folder, "--run", "exp"), "it ends in a slash"
+    chosen = tmp_path / f"chosen-{name}"
+    assert "of format dcp\n" in said(capsys, "export", repository, chosen, "--run", "exp", "--format", "dcp")
+    assert chosen.is_dir()

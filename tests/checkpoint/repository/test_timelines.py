@@ -10,11 +10,13 @@ import pytest
 
 from headrace.checkpoint.format import names
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.repository import collect, commit, timeline, writers
+from headrace.checkpoint.report.reading import read_report
+from headrace.checkpoint.repository import collect, commit, survey, timeline, writers
 from headrace.checkpoint.repository import steps as repository
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.repository.retention import Keep
 from headrace.checkpoint.repository.writers import SaveTarget, WriterState
+from headrace.dataio.cli import main
 from headrace.dataio.core.errors import ConflictError, NotFoundError
 from headrace.dataio.core.limits import SMALL_OBJECT_BYTES
 from headrace.dataio.store.base import Buffer, Store
@@ -341,3 +343,56 @@ def test_a_step_that_is_removed_before_it_is_held_is_not_what_a_timeline_begins_
     with pytest.raises(ConflictError, match="because retention removed its parent step"):
         writers.place(store, RUN, 3, WriterState(another_process(store).name), never)
     assert len(held) == 20
+
+
+@pytest.mark.parametrize(
+    ("restored", "saved", "visible"),
+    [(30, 15, [10, 15, 20, 30]), (30, 5, [5, 10, 20, 30]), (20, 15, [10, 15, 20])],
+    ids=["between others", "below all", "with an abandoned step"],
+)
+def test_all_readers_agree_on_the_steps_after_a_save_below_the_restored_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], restored: int, saved: int, visible: list[int]
+) -> None:
+    """The branch begins at the restored step, so no step up to it is abandoned, and the latest has a lower number."""
+    url = str(tmp_path)
+    with open_store(url) as store:
+        repository.ensure_repo(store)
+        Writer(store).save(10, 20, 30)
+        going_back = another_process(store)
+        going_back.restore(restored)
+        going_back.save(saved)
+        latest = repository.find(store, RUN, "latest")
+        assert latest is not None
+        assert (latest.step, steps(store)) == (saved, visible)
+        for step in visible:
+            assert repository.find(store, RUN, step) is not None
+        newest_first = [saved, *(step for step in (30, 20, 10) if step in visible)]
+        assert [line.step for line in survey.newest_first(store, RUN)] == newest_first
+        for lines in (survey.survey(store, RUN).steps, read_report(store, RUN).runs[0].steps):
+            assert sorted(line.step for line in lines if line.current) == visible
+        marks = dict.fromkeys({10, 20, 30} - set(visible), "(abandoned branch)") | dict.fromkeys(visible, "")
+        assert main(["ckpt", "ls", url]) == 0
+        listed = capsys.readouterr().out.splitlines()
+        assert {int(line.split()[4]): line.partition("ranks 1")[2].strip() for line in listed} == marks | {
+            saved: "(latest)"
+        }
+        assert main(["ckpt", "tree", url]) == 0
+        assert f"timeline 2 from step {restored} of timeline 1: step {saved}  (newest)" in capsys.readouterr().out
+        assert collect.retain(store, RUN, Keep(last=len(visible))) is None, (
+            "a step that is higher than the latest stays"
+        )
+        collect.retain(store, RUN, Keep(last=2))
+        assert steps(store) == sorted(newest_first[:2])
+
+
+def test_of_a_step_that_was_saved_again_only_the_newer_one_is_current(store: Store) -> None:
+    writer = Writer(store)
+    writer.save(10, 20, 30)
+    writer.restore(30)
+    writer.save(20)
+    expected = [(1, 10, True), (1, 20, False), (1, 30, True), (2, 20, True)]
+    for lines in (survey.survey(store, RUN).steps, read_report(store, RUN).runs[0].steps):
+        assert sorted((line.timeline, line.step, line.current) for line in lines) == expected
+    collect.retain(store, RUN, Keep(last=100))
+    assert steps(store) == [10, 20, 30]
+    assert repository.find(store, RUN, 20) == repository.find(store, RUN, "latest")

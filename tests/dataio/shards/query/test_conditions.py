@@ -105,6 +105,13 @@ REFUSED = {
 }
 
 
+def test_a_distant_name_is_not_suggested_and_an_index_without_json_is_named() -> None:
+    with conditions.connect() as connection, pytest.raises(UsageError, match=r"there are audio_codec, ") as caught:
+        conditions.parse(connection, "score > 0.5", {})
+    assert "the index has no entries of the samples' JSON" in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+
+
 @pytest.mark.parametrize("condition", REFUSED, ids=lambda c: c[:30].encode("ascii", "replace").decode())
 def test_a_text_that_is_not_a_single_condition_is_refused(opened: Dataset, condition: str) -> None:
     with pytest.raises(UsageError, match=REFUSED[condition]):
