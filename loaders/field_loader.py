@@ -43,6 +43,7 @@ from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
 from headrace.loaders.processors.wrappers import by_stream, mels, sourced, wrapped
 from headrace.loaders.sampling.buckets import Buckets, Durations
 from headrace.loaders.sampling.columns import AllOf, HasFiles, HasValue, samples_where
+from headrace.loaders.sampling.left_out import warn_of_images
 from headrace.loaders.sampling.plan import Bucketing
 from headrace.loaders.sampling.sample_ids import SampleIds, Small
 from headrace.loaders.sampling.state import parts as described_parts
@@ -230,10 +231,15 @@ class _Fields:
         return tuple(sorted({one.file for one in self.videos.values() if one.file is not None and one.required}))
 
     def find(self, dataset: Dataset) -> SampleIds:
-        """The samples that have all required fields. The log says how many are left out for lack of a camera."""
+        """The samples that have all required fields.
+
+        The log says how many images are left out, and how many samples are left out for lack of a camera.
+        """
         condition, files = self.condition, self.video_files
         if not files:
-            return samples_where(dataset, condition)
+            ids = samples_where(dataset, condition)
+            warn_of_images(dataset, condition, len(ids))
+            return ids
         ids = samples_where(dataset, AllOf((*condition.conditions, HasFiles(files))))
         names, total = ", ".join(f".{ext}" for ext in files), len(samples_where(dataset, condition))
         if len(ids) < total:
