@@ -204,7 +204,7 @@ def remove(args: Namespace) -> int:
 @command(
     "merge",
     "Make a version of DATASET that also holds the samples of other datasets. Their shards and indexes stay where they are,\n"
-    "so they must not be deleted. No two samples may have the same key.",
+    "so they must not be deleted. OTHER does not change. No two samples may have the same key.",
     dataset(),
     argument("others", metavar="OTHER", nargs="+", help="the datasets to add; their newest versions are taken"),
     trust_mounts(),
