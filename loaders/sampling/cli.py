@@ -166,7 +166,7 @@ def order(args: argparse.Namespace) -> int:
     if mixed is not None:
         _print_mix(mixed)
     if buckets is not None and shaped is not None:
-        _print_buckets(buckets, shaped)
+        _print_buckets(buckets, shaped, buckets.batches(args.frames))
         _print_left_out(args.datasets, shaped)
     return 0
 
@@ -244,7 +244,7 @@ def _measure_buckets(
     buckets: Buckets, cells: Mapping[str, list[Population]], images: Mapping[str, int], args: argparse.Namespace
 ) -> _InBuckets:
     """Measure the buckets. With one dataset, a loader never delivers a bucket with fewer clips than a batch."""
-    from headrace.loaders.sampling.left_out import small_buckets
+    from headrace.loaders.sampling.left_out import list_small_buckets, small_buckets
 
     for url, row in cells.items():
         if not any(cell.samples for cell in row):
@@ -254,7 +254,8 @@ def _measure_buckets(
     never = {one.bucket for one in small}
     if never.issuperset(bucket for bucket, count in enumerate(clips) if count):
         raise UsageError(
-            "no bucket has enough clips for a whole batch", hint="lower --budget or --batch, or give fewer buckets"
+            f"no bucket has enough clips for a whole batch: {list_small_buckets(small)}",
+            hint="lower --budget or --batch, or give fewer buckets",
         )
     delivered = {
         url: [Population(0) if bucket in never else cell for bucket, cell in enumerate(row)]
@@ -349,21 +350,20 @@ def _print_mix(balance: Balance) -> None:
         print(f"{share:7.2%}  {name}")
 
 
-def _print_buckets(buckets: Buckets, shaped: _InBuckets) -> None:
+def _print_buckets(buckets: Buckets, shaped: _InBuckets, batches: Sequence[int]) -> None:
     titles = (
         f"{'clips':>10}{'batch':>8}{'steps':>8}{'bits of sources':>18}{'drawn':>8}{'off, at worst':>16}{'drawn':>8}"
     )
     print(f"\n{'in buckets':20}{titles}")
     measured = {one.bucket: one for one in shaped.balances}
-    batches = {one.bucket: one.batch for one in shaped.small}
-    for number, (name, clips) in enumerate(zip(buckets.names(), shaped.clips, strict=True)):
+    for number, (name, clips, batch) in enumerate(zip(buckets.names(), shaped.clips, batches, strict=True)):
         if (bucket := measured.get(number)) is None:
-            print(f"{name:20}{clips:10}{batches.get(number, '-'):>8}{0:8.2%}")
+            print(f"{name:20}{clips:10}{batch:8}{0:8.2%}")
             continue
         balance = bucket.balance
         bits = f"{balance.entropy:18.4f}{balance.drawn_entropy:8.4f}"
         off = f"{balance.away:16.1f}{balance.drawn_away:8.1f}"
-        print(f"{name:20}{clips:10}{balance.batch:8}{bucket.share:8.2%}{bits}{off}")
+        print(f"{name:20}{clips:10}{batch:8}{bucket.share:8.2%}{bits}{off}")
 
 
 def _print_left_out(urls: Sequence[str], shaped: _InBuckets) -> None:

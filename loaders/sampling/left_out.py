@@ -51,14 +51,19 @@ def small_buckets(names: Sequence[str], clips: Sequence[int], batches: Sequence[
     return [one for one in found if 0 < one.clips < one.batch]
 
 
+def list_small_buckets(small: Sequence[SmallBucket]) -> str:
+    """List the buckets with their numbers of clips, at most the first eight."""
+    named = [f"{one.name} has {one.clips}, and its global batch {one.batch}" for one in small[:_NAMED]]
+    named += [f"and {len(small) - _NAMED} more buckets"] if len(small) > _NAMED else []
+    return "; ".join(named)
+
+
 def describe_small_buckets(url: str, small: Sequence[SmallBucket]) -> str:
     """Say which clips of the dataset at `url` are never delivered, and what to do. `small` is not empty."""
     total = sum(one.clips for one in small)
-    named = [f"{one.name} has {one.clips}, and its global batch {one.batch}" for one in small[:_NAMED]]
-    named += [f"and {len(small) - _NAMED} more buckets"] if len(small) > _NAMED else []
     return (
         f"{_counted(total, 'clip')} of {url} are never delivered, since a bucket has fewer clips than one global batch: "
-        f"{'; '.join(named)}. Lower the budget, use fewer buckets, or give drop_last=False"
+        f"{list_small_buckets(small)}. Lower the budget, use fewer buckets, or give drop_last=False"
     )
 
 

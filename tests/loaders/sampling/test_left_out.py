@@ -119,7 +119,8 @@ def test_order_has_a_row_for_each_bucket_and_names_what_is_left_out(
 
 def test_order_refuses_buckets_that_fill_no_batch(mixed: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["order", mixed.url, "--bucket", "48x64", "--bucket", "64x48", "--batch", "9", "--frames", "4"]) == 2
-    assert "no bucket has enough clips for a whole batch" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no bucket has enough clips for a whole batch: 48x64 has 5, and its global batch 9; 64x48" in error
 
 
 def test_suggested_buckets_are_those_of_the_videos_or_of_images_as_clips_of_one_frame(
