@@ -114,7 +114,7 @@ def test_the_blocks_of_a_page_run(
             run_commands(text)
         printed = capsys.readouterr().out
     if page.stem == "webdataset":
-        left = {path.name for path in (bucket / "set").iterdir()}
+        left = {path.name for path in (bucket / "set").iterdir()} - {".headrace-tmp"}  # a bucket has none
         assert left == {f"{number:03}.tar" for number in range(4)}, "the page removes all that Headrace wrote"
     for name in ("loader", "checkpointer"):
         if (made := scope.get(name)) is not None and type(made).__module__.startswith("headrace"):

@@ -72,8 +72,8 @@ def test_only_rank_0_warns(mixed: Dataset, caplog: pytest.LogCaptureFixture, mon
 
 def test_nothing_is_logged_if_all_samples_are_delivered(mixed: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     every = Buckets((*SHAPES.buckets, Bucket((32, 96), 1)), budget=SHAPES.budget)
-    for options in ({"drop_last": False}, {"evaluate": True}):
-        with VideoLoader(mixed, buckets=every, clip=Clip(FRAMES), **options) as loader:
+    for drop_last, evaluate in ((False, False), (True, True)):
+        with VideoLoader(mixed, buckets=every, clip=Clip(FRAMES), drop_last=drop_last, evaluate=evaluate) as loader:
             assert sum(len(batch["key"]) for batch in loader) == 11
     VideoLoader(mixed, 2, clip=Clip(1), size=WIDE).close()
     VideoLoader(Mixture({"mixed": mixed}), buckets=every, clip=Clip(FRAMES)).close()
