@@ -117,7 +117,7 @@ def title(text: str) -> str:
 def write_texts(pages: Mapping[str, str], output: Path) -> None:
     """Write `llms.txt`, the list of pages, and `llms-full.txt`, the text of the site without notes on its design."""
     order = sorted((name for name in pages if name != "index.md"), key=_rank)
-    lines = ["# Headrace", "", "> The I/O service of a training cluster: data in, checkpoints out.", ""]
+    lines = ["# Headrace", "", "> The I/O service of a training cluster: data in, checkpoints out."]
     for heading, names in _sections(order).items():
         links = [f"- [{title(pages[name])}]({name.removesuffix('.md')}.html)" for name in names]
         lines += ["", f"## {heading}", "", *links]
