@@ -97,7 +97,8 @@ class LoaderConfig:
         rank (int | None): this process's rank. Default: torch.distributed's, else 0.
         world_size (int | None): number of ranks. Default: torch.distributed's, else 1.
         drop_last (bool): drop the last global batch of an epoch if it is incomplete. With False the ranks share it as
-            evenly as possible: a rank may get one sample fewer than another, or a batch without samples. Default: True.
+            evenly as possible: a rank may get one sample fewer than another, or a batch without samples. With True, no epoch
+            has the samples of a bucket that fills no global batch; a warning names them. Default: True.
         evaluate (bool): deliver every sample once, in order, without padding. Default: False.
         device (str | torch.device): "cpu" (pinned memory if CUDA is available), "pinned" (an error if CUDA is not
             available), "cuda", or a device. Default: "cpu".

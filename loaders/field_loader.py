@@ -42,8 +42,9 @@ from headrace.loaders.processors.like import LikeClips
 from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
 from headrace.loaders.processors.wrappers import by_stream, mels, sourced, wrapped
 from headrace.loaders.sampling.buckets import Buckets, Durations
-from headrace.loaders.sampling.columns import HasFiles, HasValue
+from headrace.loaders.sampling.columns import AllOf, HasFiles, HasValue
 from headrace.loaders.sampling.left_out import samples_with_all
+from headrace.loaders.sampling.never_delivered import warn_of_images
 from headrace.loaders.sampling.plan import Bucketing
 from headrace.loaders.sampling.sample_ids import SampleIds, Small
 from headrace.loaders.sampling.state import parts as described_parts
@@ -213,7 +214,10 @@ class _Fields:
         return tuple(sorted({one.file for one in self.videos.values() if one.file is not None and one.required}))
 
     def find(self, dataset: Dataset) -> SampleIds:
-        """The samples that have all required fields. The log says how many are left out for lack of each file."""
+        """The samples that have all required fields.
+
+        The log says how many are left out for lack of each file, and how many images.
+        """
         own = [video for video in self.videos.values() if video.file is None]
         conditions: list[HasValue | HasFiles] = [video.condition(self._video_buckets) for video in own]
         if self.audios:
@@ -224,7 +228,10 @@ class _Fields:
         files = {ext for one in self._required for ext in one.files}
         optional += [HasFiles((ext,)) for ext in sorted(files.union(self.video_files))]
         wanted = f"all of {', '.join(map(repr, self.named))}"
-        return samples_with_all(dataset, tuple(dict.fromkeys([*conditions, *optional])), optional, wanted)
+        condition = AllOf(tuple(dict.fromkeys([*conditions, *optional])))
+        ids = samples_with_all(dataset, condition.conditions, optional, wanted)
+        warn_of_images(dataset, condition, len(ids))
+        return ids
 
     @property
     def described(self) -> Any:

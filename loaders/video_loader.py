@@ -31,6 +31,7 @@ from headrace.loaders.loader import BaseLoader
 from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
 from headrace.loaders.processors.wrappers import by_stream
 from headrace.loaders.sampling.columns import samples_with
+from headrace.loaders.sampling.never_delivered import warn_of_images
 from headrace.loaders.sampling.sample_ids import SampleIds
 from headrace.loaders.validation import check_type
 
@@ -163,7 +164,9 @@ class VideoLoader(BaseLoader):
         self._spec, self._decoder = spec, decoder
 
         def find(dataset: Dataset) -> tuple[SampleIds, Any]:
-            ids = samples_with(dataset, video.condition(buckets), "video")
+            condition = video.condition(buckets)
+            ids = samples_with(dataset, condition, "video")
+            warn_of_images(dataset, condition, len(ids))
             return ids, clips_of(dataset, ids, spec.clip)
 
         def start_processor() -> Processor:

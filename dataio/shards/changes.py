@@ -365,7 +365,8 @@ def _check_unique_keys(store: Store, document: VersionDocument) -> None:
     if twice:
         raise ConflictError(
             f"{store.location.url}: two of the merged datasets hold {_list_some(twice)}",
-            hint="leave the samples of one of them out with where, or remove them first",
+            hint="leave the samples of one of them out with where; or, to keep both, index the shards of one of them as "
+            "another dataset with --keys shard, and merge that",
         )
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 _TEXT = {"txt", "json", "vtt", "srt", "csv", "tsv", "xml", "cls"}
 _SPOOL_BYTES = 64 * limits.MIB
 _CODECS_SHOWN = 12
+_FIELDS_SHOWN = 50
 _PREVIEW = """\
 Make one HTML page about a dataset: pictures of samples spread evenly over it, durations, sizes, codecs and
 captions. The page is one file, needs no network, and opens in any browser."""
@@ -238,6 +239,9 @@ def _info_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         shown = ", ".join(f"{name} ({n})" for name, n in counts[:_CODECS_SHOWN])
         more = f", and {len(counts) - _CODECS_SHOWN} more" if len(counts) > _CODECS_SHOWN else ""
         rows.append((label, shown + more or "none"))
+    fields = [f"{name} ({kind})" for name, kind in figures["fields"].items()]
+    more = f", and {len(fields) - _FIELDS_SHOWN} more: --json lists all" if len(fields) > _FIELDS_SHOWN else ""
+    rows.append(("JSON fields", ", ".join(fields[:_FIELDS_SHOWN]) + more or "none"))
     return rows
 
 

@@ -39,7 +39,8 @@ _KEYS_BYTES = limits.GIB
 _CONDITION = """\
 CONDITION is one boolean expression in SQL over the columns key, shard, bytes, duration, width, height, fps, frames, codec,
 audio_codec, sample_rate, channels, samples, rotation, pixel_format, color_space, color_range, color_primaries,
-color_transfer, caption (or text), has_video, has_audio, has_text and the promoted fields of the samples' JSON:
+color_transfer, caption (or text), has_video, has_audio, has_text and the fields of the samples' JSON, which `headrace info`
+lists:
 "duration between 2 and 20 and height >= 720 and caption ilike '%dog%'"."""
 _MESSAGE = argument(
     "-m", "--message", metavar="TEXT", default="", help="a description of the version, which `headrace log` shows"
@@ -158,14 +159,9 @@ def diff(args: Namespace) -> int:
 def filter_(args: Namespace) -> int:
     """`headrace filter DATASET CONDITION`"""
     from headrace.dataio.shards.dataset import Dataset
-    from headrace.dataio.shards.versions import tags
 
     with Dataset(args.dataset, args.version, trust_mounts=args.trust_mounts) as opened:
-        if args.tag:
-            tags.check_free(opened.store, args.tag)  # fail before making a version that cannot get this tag
-        new_version = opened.where(args.condition).save(args.message)
-        if args.tag:
-            new_version.tag(args.tag)
+        new_version = opened.where(args.condition).save(args.message, tag=args.tag)
         _print_new_version(new_version, args.json)
     return 0
 
@@ -208,7 +204,7 @@ def remove(args: Namespace) -> int:
 @command(
     "merge",
     "Make a version of DATASET that also holds the samples of other datasets. Their shards and indexes stay where they are,\n"
-    "so they must not be deleted. No two samples may have the same key.",
+    "so they must not be deleted. OTHER does not change. No two samples may have the same key.",
     dataset(),
     argument("others", metavar="OTHER", nargs="+", help="the datasets to add; their newest versions are taken"),
     trust_mounts(),

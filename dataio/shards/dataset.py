@@ -347,21 +347,34 @@ class Dataset:
         )
         return self._open_view(views.narrow(self.store, self.document, self.index, lineage, condition))
 
-    def save(self, message: str = "") -> Dataset:
+    def save(self, message: str = "", *, tag: str | None = None) -> Dataset:
         """Save this view as a version. Readers open it by its number or a tag, and never by default.
 
         Args:
             message (str): The message of the new version. Default: the conditions of the view.
+            tag (str | None): A permanent name, as for the method `tag`. Default: None, no name.
 
         Returns:
             Dataset: The new version.
 
         Raises:
-            UsageError: This is not a view, or no sample meets its conditions.
+            ConflictError: Another version has this tag. No version is made.
+            UsageError: This is not a view, no sample meets its conditions, or the tag is not valid.
+
+        Example:
+            >>> with Dataset(clips) as dataset:
+            ...     saved = dataset.where("key in ('1', '3')").save("two samples", tag="two")
+            >>> len(saved)
+            2
         """
         from headrace.dataio.shards import changes
 
-        return self._open_version(changes.save(self, message))
+        if tag is not None:
+            tags.check_free(self.store, tag)  # before a version is made that cannot get this tag
+        new_version = self._open_version(changes.save(self, message))
+        if tag is not None:
+            new_version.tag(tag)
+        return new_version
 
     def remove(self, keys: Iterable[str] | None = None, *, where: str | None = None, message: str = "") -> Dataset:
         """Make the next version: the newest version without some of its samples. Give either `keys` or `where`.

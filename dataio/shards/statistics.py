@@ -153,6 +153,7 @@ def _document_figures(dataset: Dataset) -> dict[str, Any]:
         "shards": len(dataset.document.shards),
         "bytes": dataset.document.summary().shard_bytes,
         "member_bytes": dataset.total_bytes,
+        "fields": dict(sorted(dataset.document.summary().fields.items())),
     }
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.dataio.core.errors import HeadraceError, NotFoundError, translate_os_errors
-from headrace.dataio.core.limits import format_bytes
+from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.sidecar.connection import Sidecar
 from headrace.dataio.sidecar.paths import default_socket
 
@@ -80,9 +80,9 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _head(state: State) -> Text:
     port = f", http://127.0.0.1:{state['http_port']}/" if state.get("http_port") else ""
-    text = (
-        f"process {state['pid']} on {state['socket']}, up {_span(state['uptime_seconds'])}, {state['clients']} clients"
-    )
+    asking = any(client["pid"] == os.getpid() for client in state.get("client_list", []))  # this command
+    clients = counted(state["clients"] - asking, "client")
+    text = f"process {state['pid']} on {state['socket']}, up {_span(state['uptime_seconds'])}, {clients}"
     return Text(_clean(text + port + (", draining" if state["draining"] else "")))
 
 
@@ -96,13 +96,17 @@ def _cache(state: State) -> Text:
 
 
 def _reads(state: State) -> str:
-    """The reads of the last minute. Without any, there is no share of hits."""
+    """The reads of the last minute. Without any, there is no share of hits.
+
+    Loaders report their reads. One that ended before its first report has fetched bytes, but no reads.
+    """
     rates = state.get("rates")
     if not rates:
         return "no reads yet"
     fetched = f"{_rate(rates.get('fetched_bytes_per_second'))} fetched"
     if rates.get("hit_ratio") is None:
-        return f"now {fetched}, no reads in the last minute"
+        some = bool(rates.get("fetched_bytes_per_second"))
+        return f"now {fetched}, no loader reports its reads" if some else f"now {fetched}, no reads in the last minute"
     return f"now {_rate(rates.get('cache_bytes_per_second'))} from cache, {fetched}, hits {_share(rates['hit_ratio'])}"
 
 

@@ -6,7 +6,8 @@
 
 Invariants: a server listens on 127.0.0.1 only, on free ports, with its data in its own folder. `stop` kills it with
 SIGKILL. The kernel kills it when the thread that started it ends (PR_SET_PDEATHSIG). So no server is left running.
-`stop` removes its folder and its sockets in /tmp. If `stop` is not called, the start of the next server removes them.
+`stop` removes its folder and its sockets in /tmp. If `stop` is not called, the start of the next server removes them. SIGTERM
+ends a Python program without `stop`, unless the program handles the signal.
 
 Failure behaviour: a missing binary raises `UnsupportedError` with the extra to install. A server that is not ready in
 time raises `DeadlineError` with the end of its log.

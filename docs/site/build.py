@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,17 +120,29 @@ def title(text: str) -> str:
 def write_texts(pages: Mapping[str, str], output: Path) -> None:
     """Write `llms.txt`, the list of pages, and `llms-full.txt`, the text of the site without notes on its design."""
     order = sorted((name for name in pages if name != "index.md"), key=_rank)
-    lines = ["# Headrace", "", "> The I/O service of a training cluster: data in, checkpoints out.", ""]
-    heading = ""
-    for name in order:
-        part = name.split("/")[0].removesuffix(".md").capitalize() if "/" in name else "Pages"
-        if part != heading:
-            lines += ["", f"## {part}", ""]
-            heading = part
-        lines.append(f"- [{title(pages[name])}]({name.removesuffix('.md')}.html)")
+    lines = ["# Headrace", "", "> The I/O service of a training cluster: data in, checkpoints out."]
+    for heading, names in _sections(order).items():
+        links = [f"- [{title(pages[name])}]({name.removesuffix('.md')}.html)" for name in names]
+        lines += ["", f"## {heading}", "", *links]
     (output / "llms.txt").write_text("\n".join(lines) + "\n")
     whole = [f"<!-- {name} -->\n\n{pages[name]}" for name in order if not name.startswith(("design/", "changes"))]
     (output / "llms-full.txt").write_text("\n\n".join(whole))
+
+
+_FIRST = ("start.md", "overview.md", "howto/install.md", "reference/features.md")
+_HEADINGS = {"tutorials": "Tutorials", "howto": "How-to", "explanation": "Explanation", "reference": "Reference"}
+
+
+def _sections(names: Iterable[str]) -> dict[str, list[str]]:
+    """The pages below each heading of `llms.txt`. Each page and each heading occurs once."""
+    sections: dict[str, list[str]] = {"Start here": [], **{heading: [] for heading in _HEADINGS.values()}}
+    sections |= {"Other pages": [], "Design notes": []}
+    for name in names:
+        folder = name.split("/")[0] if "/" in name else ""
+        heading = "Design notes" if folder == "design" else _HEADINGS.get(folder, "Other pages")
+        sections["Start here" if name in _FIRST else heading].append(name)
+    sections["Start here"].sort(key=_FIRST.index)
+    return {heading: found for heading, found in sections.items() if found}
 
 
 _ORDER = (

@@ -2,8 +2,11 @@
 
     python examples/migrate/from_webdataset.py '/data/tars/{0000..0999}.tar' /data/dataset
 
-Nothing is copied. `headrace index` does the same without the comparison. `webdataset` must be installed, and must be able
-to read the tars: give it `pipe:` commands for a bucket with `--read 'pipe:aws s3 cp s3://bucket/{0000..0999}.tar -'`.
+Nothing is copied. `headrace index` does the same without the comparison. `webdataset` must be installed. It cannot read a
+bucket by itself. For tars in a bucket, give the command with which it reads them:
+
+    python examples/migrate/from_webdataset.py 's3://bucket/set/{0000..0999}.tar' s3://bucket/set \\
+        --read 'pipe:aws s3 cp s3://bucket/set/{0000..0999}.tar -'
 """
 
 from __future__ import annotations
@@ -16,7 +19,22 @@ import webdataset as wds
 from tars import Sample, compare, print_skipped
 
 from headrace import Dataset, index
-from headrace.dataio.core.errors import ConflictError
+from headrace.dataio.core.errors import ConflictError, UsageError
+
+
+def check_readable(tars: str) -> None:
+    """Raise an error if webdataset cannot open such URLs.
+
+    Raises:
+        UsageError: The tars are in a store that webdataset has no handler for.
+    """
+    scheme, separator, _ = tars.partition("://")
+    if separator and not scheme.startswith("pipe:") and scheme not in wds.gopen_schemes:
+        command = f"aws s3 cp {tars} -" if scheme == "s3" else f"COMMAND {tars}"
+        raise UsageError(
+            f"webdataset cannot read {scheme}: URLs",
+            hint=f"add a command that prints a tar: --read 'pipe:{command}'",
+        )
 
 
 def samples_of(tars: str) -> Iterator[Sample]:
@@ -34,6 +52,10 @@ def main() -> None:
     parser.add_argument("--keys", default="member", choices=["member", "shard"], help="as for `headrace index`")
     parser.add_argument("--text-field", help="the field of the JSON that is the text of a sample (default: caption)")
     args = parser.parse_args()
+    try:
+        check_readable(args.read or args.tars)
+    except UsageError as error:
+        sys.exit(str(error))
     try:
         dataset = index(args.tars, args.dataset, layout="tars", keys=args.keys, text_field=args.text_field)
     except ConflictError:  # it was indexed before

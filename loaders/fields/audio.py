@@ -121,7 +121,7 @@ def audio_bucketing(buckets: Durations | None, window: Window) -> Bucketing | No
         assign, columns = _AssignRecordings(buckets), ["samples", "sample_rate"]
         return bucket_numbers(stream.dataset, columns, stream.ids, assign, len(buckets.seconds))
 
-    return Bucketing(buckets.batches(), sort, buckets.numbers())
+    return Bucketing(buckets.batches(), sort, buckets.numbers(), buckets.names())
 
 
 @dataclass(frozen=True)

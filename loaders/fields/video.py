@@ -229,7 +229,7 @@ def video_bucketing(buckets: Buckets | None, spec: ClipSpec) -> Bucketing | None
         return bucket_numbers(stream.dataset, columns, stream.ids, assign, len(buckets.buckets))
 
     frames = spec.clip.frames
-    return Bucketing(buckets.batches(frames), sort, buckets.numbers(frames))
+    return Bucketing(buckets.batches(frames), sort, buckets.numbers(frames), buckets.names())
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ Invariants:
 - Each bucket is a stream with an `Order` of its own.
 - `Interleave` distributes the batches of the buckets evenly over the epoch, with a different start in every epoch.
 - Each clip is taken once in an epoch. With `drop_last`, clips that fill no complete batch of their bucket are dropped.
+  Every epoch drops others, except in a bucket with fewer clips than one batch: these are never taken (see `left_out`).
 - The result is pure and does not depend on the world size. A seek costs O(log buckets).
 
 Failure behaviour: `UsageError` for impossible buckets, for a budget below one clip of a bucket, and for a dataset that
@@ -146,6 +147,10 @@ class Buckets:
         images = [1 + self.short_as_images] if self._divides_images(frames) else []
         return [*shapes, self.budget, *self.patch, self.multiple, *images]
 
+    def names(self) -> list[str]:
+        """The shape of each bucket as text, such as "192x336", or "192x336x32" if it has its own number of frames."""
+        return ["x".join(map(str, (*one.size, *([one.frames] if one.frames else [])))) for one in self.buckets]
+
     def takes_images(self, frames: int) -> bool:
         """Whether a bucket has one frame, which an image fills. `frames` is as in `cost`."""
         return any((bucket.frames or frames) == 1 for bucket in self.buckets)
@@ -237,6 +242,10 @@ class Durations:
     def numbers(self) -> list[int]:
         """Numbers that identify these buckets in states."""
         return [*(round(one * 1e6) for one in (*self.seconds, self.budget)), self.multiple]
+
+    def names(self) -> list[str]:
+        """The length of each bucket as text, such as "5 s"."""
+        return [f"{one:g} s" for one in self.seconds]
 
     def assign(self, seconds: F64) -> I64:
         """The bucket of each recording."""

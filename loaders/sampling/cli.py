@@ -22,9 +22,27 @@ from headrace.loaders.sampling.schedule import Population
 if TYPE_CHECKING:
     from headrace.dataio.shards.dataset import Dataset
     from headrace.loaders.sampling.buckets import Buckets
+    from headrace.loaders.sampling.never_delivered import SmallBucket
     from headrace.loaders.sampling.quality import Balance, BucketBalance, Quality
 
 _SHADES = " ░▒▓█"
+
+
+@dataclasses.dataclass(frozen=True)
+class _InBuckets:
+    """What the buckets hold, and how their batches are mixed.
+
+    Args:
+        clips: number of clips in each bucket.
+        balances: the buckets that have a batch in the first epoch.
+        small: the buckets whose clips are never delivered.
+        images: number of images that are left out, by the URL of their dataset.
+    """
+
+    clips: Sequence[int]
+    balances: Sequence[BucketBalance]
+    small: Sequence[SmallBucket]
+    images: Mapping[str, int]
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -100,7 +118,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--suggest-buckets",
         metavar="N",
         type=positive_int,
-        help="suggest up to N shapes for the videos and images, and print the share and the cropped pixels of each",
+        help="suggest up to N shapes for the videos, and print the share and the cropped pixels of each; "
+        "for images, if there are no videos, or with --frames 1",
     )
     shapes.add_argument(
         "--size",
@@ -127,7 +146,7 @@ def order(args: argparse.Namespace) -> int:
 
     qualities: list[Quality] = []
     sizes = dict[str, Population]()
-    cells = dict[str, list[Population]]()
+    cells, images = dict[str, list[Population]](), dict[str, int]()
     buckets = None if args.bucket is None else _buckets(args)
     for url in args.datasets:
         with Dataset(url, args.version, trust_mounts=args.trust_mounts) as dataset:
@@ -135,9 +154,9 @@ def order(args: argparse.Namespace) -> int:
             qualities.append(_measure(chosen, args))
             sizes[url] = Population(len(chosen), chosen.total_bytes / len(chosen))
             if buckets is not None:
-                cells[url] = _count_by_bucket(chosen, buckets, args)
+                cells[url], images[url] = _count_by_bucket(chosen, buckets, args)
     mixed = _measure_mixture(sizes, args) if len(args.datasets) > 1 else None
-    shaped = None if buckets is None else _measure_mixed_buckets(buckets, cells, args)
+    shaped = None if buckets is None else _measure_buckets(buckets, cells, images, args)
     if args.json:
         print_json(_json(qualities, mixed, shaped))
         return 0
@@ -147,7 +166,8 @@ def order(args: argparse.Namespace) -> int:
     if mixed is not None:
         _print_mix(mixed)
     if buckets is not None and shaped is not None:
-        _print_buckets(buckets, shaped)
+        _print_buckets(buckets, shaped, buckets.batches(args.frames))
+        _print_left_out(args.datasets, shaped)
     return 0
 
 
@@ -158,29 +178,37 @@ def _suggest_buckets(args: argparse.Namespace) -> int:
 
     if args.suggest_buckets > MAX_BUCKETS or len(args.size) != 2:
         raise UsageError(f"--suggest-buckets takes at most {MAX_BUCKETS}, and --size a height and a width")
-    shapes = Counter[tuple[int, int]]()
+    videos, images = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for url in args.datasets:
         with Dataset.open_lazy(url, args.version, trust_mounts=args.trust_mounts) as dataset:
-            shapes += shapes_of(dataset if args.where is None else dataset.where(args.where))
+            found = shapes_of(dataset if args.where is None else dataset.where(args.where))
+            videos, images = videos + found.videos, images + found.images
+    frames = 1 if images and not videos else args.frames
+    shapes, left_out = (videos + images, 0) if frames == 1 else (videos, images.total())
     suggested = suggest(shapes, args.suggest_buckets, args.size)
     waste = sum(bucket.share * bucket.waste for bucket in suggested)
-    budget = args.budget or args.batch * args.frames * args.size[0] * args.size[1]
+    budget = args.budget or args.batch * frames * args.size[0] * args.size[1]
     if args.json:
-        print_json({"buckets": [dataclasses.asdict(one) for one in suggested], "waste": waste, "budget": budget})
+        rows = [dataclasses.asdict(one) for one in suggested]
+        print_json({"buckets": rows, "frames": frames, "images_left_out": left_out, "waste": waste, "budget": budget})
         return 0
     print(f"{sum(shapes.values())} samples, {len(shapes)} shapes; {waste:.1%} of the pixels are cropped\n")
     print(f"{'bucket':>12}{'share':>9}{'cropped':>9}{'enlarged':>10}")
     for one in suggested:
         print(f"{'x'.join(map(str, one.size)):>12}{one.share:>9.1%}{one.waste:>9.1%}{one.enlarged:>10.1%}")
-    shown = ", ".join(f"Bucket({one.size})" for one in suggested)
+    if left_out:
+        print(f"\n{left_out} images are not counted. With --frames 1, all samples are counted, each as an image")
+    shown = ", ".join(f"Bucket({one.size}, 1)" if frames == 1 else f"Bucket({one.size})" for one in suggested)
     print(f"\nBuckets(({shown},), budget={budget})")
     return 0
 
 
-def _json(
-    qualities: Sequence[Quality], mixed: Balance | None, shaped: Sequence[BucketBalance] | None
-) -> dict[str, Any]:
-    buckets = {} if shaped is None else {"buckets": [dataclasses.asdict(one) for one in shaped]}
+def _json(qualities: Sequence[Quality], mixed: Balance | None, shaped: _InBuckets | None) -> dict[str, Any]:
+    buckets = dict[str, Any]()
+    if shaped is not None:
+        buckets["buckets"] = [{**dataclasses.asdict(one), "clips": shaped.clips[one.bucket]} for one in shaped.balances]
+        small = [dataclasses.asdict(one) for one in shaped.small]
+        buckets["left_out"] = {"images": sum(shaped.images.values()), "buckets": small}
     if mixed is None:
         return dataclasses.asdict(qualities[0]) | buckets
     return {"datasets": [dataclasses.asdict(one) for one in qualities], "mixture": dataclasses.asdict(mixed)} | buckets
@@ -194,17 +222,46 @@ def _buckets(args: argparse.Namespace) -> Buckets:
     return Buckets(shapes, args.budget or args.batch * largest)
 
 
-def _count_by_bucket(dataset: Dataset, buckets: Buckets, args: argparse.Namespace) -> list[Population]:
-    """Count the dataset's videos in each bucket, for clips of consecutive frames."""
+def _count_by_bucket(dataset: Dataset, buckets: Buckets, args: argparse.Namespace) -> tuple[list[Population], int]:
+    """Count the dataset's videos in each bucket, for clips of consecutive frames, and the images that are left out."""
     import numpy as np
 
-    table = dataset.columns(["height", "width", "frames"])
+    from headrace.loaders.sampling.suggested_buckets import is_image
+
+    table = dataset.columns(["height", "width", "frames", "video_ext"])
     height, width, frames = (table[name].to_numpy() for name in ("height", "width", "frames"))
     has_video = ~np.isnan(height.astype(np.float64)) & (frames.astype(np.float64) >= 1)
+    left_out = np.zeros(len(has_video), np.bool_) if buckets.takes_images(args.frames) else is_image(table)
+    has_video &= ~left_out
     tall, wide = height[has_video].astype(np.int64), width[has_video].astype(np.int64)
     chosen = buckets.assign(tall, wide, frames[has_video].astype(np.float64), args.frames)
     mean_bytes = dataset.total_bytes / len(dataset)
-    return [Population(int((chosen == bucket).sum()), mean_bytes) for bucket in range(len(buckets.buckets))]
+    cells = [Population(int((chosen == bucket).sum()), mean_bytes) for bucket in range(len(buckets.buckets))]
+    return cells, int(left_out.sum())
+
+
+def _measure_buckets(
+    buckets: Buckets, cells: Mapping[str, list[Population]], images: Mapping[str, int], args: argparse.Namespace
+) -> _InBuckets:
+    """Measure the buckets. With one dataset, a loader never delivers a bucket with fewer clips than a batch."""
+    from headrace.loaders.sampling.never_delivered import list_small_buckets, small_buckets
+
+    for url, row in cells.items():
+        if not any(cell.samples for cell in row):
+            raise UsageError(f"{url} holds no video to put into buckets", hint="name datasets of videos")
+    clips = [sum(cell.samples for cell in column) for column in zip(*cells.values(), strict=True)]
+    small = small_buckets(buckets.names(), clips, buckets.batches(args.frames)) if len(cells) == 1 else []
+    never = {one.bucket for one in small}
+    if never.issuperset(bucket for bucket, count in enumerate(clips) if count):
+        raise UsageError(
+            f"no bucket has enough clips for a whole batch: {list_small_buckets(small)}",
+            hint="lower --budget or --batch, or give fewer buckets",
+        )
+    delivered = {
+        url: [Population(0) if bucket in never else cell for bucket, cell in enumerate(row)]
+        for url, row in cells.items()
+    }
+    return _InBuckets(clips, _measure_mixed_buckets(buckets, delivered, args), small, images)
 
 
 def _measure_mixed_buckets(
@@ -213,9 +270,6 @@ def _measure_mixed_buckets(
     from headrace.loaders.sampling.mixed_buckets import MixedBuckets
     from headrace.loaders.sampling.quality import bucket_balances
 
-    for url, row in cells.items():
-        if not any(cell.samples for cell in row):
-            raise UsageError(f"{url} holds no video to put into buckets", hint="name datasets of videos")
     mixed = MixedBuckets.of(
         cells,
         buckets.batches(args.frames),
@@ -296,15 +350,28 @@ def _print_mix(balance: Balance) -> None:
         print(f"{share:7.2%}  {name}")
 
 
-def _print_buckets(buckets: Buckets, shaped: Sequence[BucketBalance]) -> None:
-    print(
-        f"\n{'in buckets':20}{'steps':>8}{'batch':>8}{'bits of sources':>18}{'drawn':>8}{'off, at worst':>16}{'drawn':>8}"
+def _print_buckets(buckets: Buckets, shaped: _InBuckets, batches: Sequence[int]) -> None:
+    titles = (
+        f"{'clips':>10}{'batch':>8}{'steps':>8}{'bits of sources':>18}{'drawn':>8}{'off, at worst':>16}{'drawn':>8}"
     )
-    for bucket in shaped:
-        shape, balance = buckets.buckets[bucket.bucket], bucket.balance
-        name = "x".join(map(str, (*shape.size, *([shape.frames] if shape.frames else []))))
-        bits, off = (
-            f"{balance.entropy:18.4f}{balance.drawn_entropy:8.4f}",
-            f"{balance.away:16.1f}{balance.drawn_away:8.1f}",
-        )
-        print(f"{name:20}{bucket.share:8.2%}{balance.batch:8}{bits}{off}")
+    print(f"\n{'in buckets':20}{titles}")
+    measured = {one.bucket: one for one in shaped.balances}
+    for number, (name, clips, batch) in enumerate(zip(buckets.names(), shaped.clips, batches, strict=True)):
+        if (bucket := measured.get(number)) is None:
+            print(f"{name:20}{clips:10}{batch:8}{0:8.2%}")
+            continue
+        balance = bucket.balance
+        bits = f"{balance.entropy:18.4f}{balance.drawn_entropy:8.4f}"
+        off = f"{balance.away:16.1f}{balance.drawn_away:8.1f}"
+        print(f"{name:20}{clips:10}{batch:8}{bucket.share:8.2%}{bits}{off}")
+
+
+def _print_left_out(urls: Sequence[str], shaped: _InBuckets) -> None:
+    """Print which samples a loader with these buckets never delivers."""
+    from headrace.loaders.sampling.never_delivered import describe_images, describe_small_buckets
+
+    lines = [describe_images(url, images) for url, images in shaped.images.items() if images]
+    if shaped.small:
+        lines.append(describe_small_buckets(urls[0], shaped.small))
+    if lines:
+        print("", *lines, sep="\n")

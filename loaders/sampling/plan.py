@@ -261,11 +261,13 @@ class Bucketing(msgspec.Struct, frozen=True):
         batches: the global batch size of each bucket.
         sort: returns the bucket of each sample of a stream.
         numbers: identify the buckets in states.
+        names: name the buckets in messages.
     """
 
     batches: Sequence[int]
     sort: Sort
     numbers: Sequence[int]
+    names: Sequence[str]
 
 
 def make_plan(
@@ -390,6 +392,11 @@ def _bucketed(
     schedule = Bucketed.of(
         sizes, populations[name], numbers, seed=sampling.seed, shuffle=sampling.shuffle, drop_last=sampling.drop_last
     )
+    if sampling.drop_last:
+        from headrace.loaders.sampling.never_delivered import small_buckets, warn_of_small_buckets
+
+        clips = [population.virtual for population in populations[name]]
+        warn_of_small_buckets(streams[name].dataset.url, small_buckets(buckets.names, clips, sizes))
     return schedule, [cells[name][b] for b in schedule.buckets]
 
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.shards.media.container import IMAGE_EXTENSIONS
 from headrace.loaders.sampling.buckets import Bucket, Buckets
 
 if TYPE_CHECKING:
@@ -49,19 +50,41 @@ class SuggestedBucket:
     enlarged: float
 
 
-def shapes_of(dataset: Dataset) -> Counter[tuple[int, int]]:
+@dataclass(frozen=True)
+class CountedShapes:
+    """The displayed shapes of a dataset's samples. An image is a clip of one frame."""
+
+    videos: Counter[tuple[int, int]]
+    images: Counter[tuple[int, int]]
+
+
+def is_image(table: Any) -> npt.NDArray[np.bool_]:
+    """Which rows are images. `table` has the column `video_ext`."""
+    import pyarrow as pa  # imported late: not all loaders need it
+
+    from headrace.dataio.shards.index import arrow as pc
+
+    found: npt.NDArray[np.bool_] = pc.is_in(
+        table["video_ext"], pa.array(sorted(IMAGE_EXTENSIONS), pa.string())
+    ).to_numpy()
+    return found
+
+
+def shapes_of(dataset: Dataset) -> CountedShapes:
     """Count the displayed shapes of the samples that have pixels."""
-    shapes = Counter[tuple[int, int]]()
-    for table in dataset.index.tables(["height", "width", "rotation"]):
+    counted = CountedShapes(Counter(), Counter())
+    for table in dataset.index.tables(["height", "width", "rotation", "video_ext"]):
         height, width, rotation = (
-            np.nan_to_num(table[name].to_numpy().astype(np.float64)) for name in table.column_names
+            np.nan_to_num(table[name].to_numpy().astype(np.float64)) for name in ("height", "width", "rotation")
         )
-        turned = rotation % 180 == 90
+        turned, image = rotation % 180 == 90, is_image(table)
         sides = np.stack([np.where(turned, width, height), np.where(turned, height, width)], axis=1).astype(np.int64)
-        kinds, counts = np.unique(sides[(sides > 0).all(axis=1)], axis=0, return_counts=True)
-        for (tall, wide), count in zip(kinds.tolist(), counts.tolist(), strict=True):
-            shapes[tall, wide] += count
-    return shapes
+        has_pixels = (sides > 0).all(axis=1)
+        for shapes, chosen in ((counted.videos, has_pixels & ~image), (counted.images, has_pixels & image)):
+            kinds, counts = np.unique(sides[chosen], axis=0, return_counts=True)
+            for (tall, wide), count in zip(kinds.tolist(), counts.tolist(), strict=True):
+                shapes[tall, wide] += count
+    return counted
 
 
 def suggest(shapes: Shapes, buckets: int, size: tuple[int, int], multiple: int = 16) -> list[SuggestedBucket]:

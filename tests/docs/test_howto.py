@@ -29,6 +29,7 @@ NEEDS = {"trainers": ("accelerate",), "trackers": ("mlflow", "tensorboard"), "ve
 """Packages of extras that a page needs."""
 NOT_RUN = {
     "installs packages": 3,
+    "needs two datasets with equal keys": 1,
     "needs VAST": 1,
     "needs a cluster of Ray": 1,
     "needs a dataset of the Hub": 1,

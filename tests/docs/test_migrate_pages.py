@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace import Dataset
 from headrace.dataio.cli import main
 from tests.support import pages
 from tests.support.migrations import RECORDED, run_script
@@ -71,6 +72,12 @@ def scope(tmp_path: Path) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "train": train, "batches": range(100), "torch": torch}
 
 
+def remove(place: str) -> None:
+    """`aws s3 rm`, of a folder or a file."""
+    path = Path(place)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def run_commands(text: str) -> None:
     for line in text.replace("\\\n", " ").splitlines():
         match shlex.split(line, comments=True):
@@ -78,6 +85,8 @@ def run_commands(text: str) -> None:
                 assert main(words) == 0, line
             case ["python", script, *words]:
                 assert run_script(Path(script).name, *words) == 0, line
+            case ["aws", "s3", "rm", *_, place]:
+                remove(place)
             case words:
                 assert not words, line
 
@@ -94,6 +103,9 @@ def test_the_blocks_of_a_page_run(
         text = block.text.replace("s3://bucket", str(bucket))
         for told, small in SMALLER.get(page.stem, ()):
             text = text.replace(told, small)
+        if "aws s3 rm" in text:
+            with Dataset(bucket / "set", trust_mounts=True) as dataset:
+                dataset.tag("first")
         if block.language == "text":
             assert pages.missing(block.text, printed) == []
         elif block.runs and block.language in pages.PYTHON:
@@ -101,6 +113,9 @@ def test_the_blocks_of_a_page_run(
         elif block.runs:
             run_commands(text)
         printed = capsys.readouterr().out
+    if page.stem == "webdataset":
+        left = {path.name for path in (bucket / "set").iterdir()} - {".headrace-tmp"}  # a bucket has none
+        assert left == {f"{number:03}.tar" for number in range(4)}, "the page removes all that Headrace wrote"
     for name in ("loader", "checkpointer"):
         if (made := scope.get(name)) is not None and type(made).__module__.startswith("headrace"):
             made.close()

@@ -155,7 +155,11 @@ def test_a_build_begins_with_an_empty_folder_and_removes_only_a_site(tmp_path: P
 def test_the_texts_for_language_models_name_every_page(pages: dict[str, str], tmp_path: Path) -> None:
     build.write_texts(pages, tmp_path)
     listing, whole = (tmp_path / "llms.txt").read_text(), (tmp_path / "llms-full.txt").read_text()
-    assert all(f"({name.removesuffix('.md')}.html)" in listing for name in pages if name != "index.md")
+    assert all(listing.count(f"({name.removesuffix('.md')}.html)") == 1 for name in pages if name != "index.md")
+    headings = [line for line in listing.splitlines() if line.startswith("## ")]
+    assert len(headings) == len(set(headings))
+    first = listing.partition(headings[0])[2].partition(headings[1])[0]
+    assert all(f"({page}.html)" in first for page in ("start", "howto/install", "reference/features"))
     assert listing.index("(start.html)") < listing.index("(tutorials/index.html)") < listing.index("(howto/index.html)")
     assert build.title(pages["start.md"]) in whole
 

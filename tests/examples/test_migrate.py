@@ -362,6 +362,13 @@ def test_tars_are_compared_with_what_webdataset_reads(tmp_path: Path, run: Run) 
     assert "000009 is not in the source" in run("from_webdataset.py", tars, tmp_path / "set", "--read", first, code=1)
 
 
+def test_urls_that_webdataset_cannot_read_need_a_command(tmp_path: Path, run: Run) -> None:
+    output = run("from_webdataset.py", "s3://bucket/{0..1}.tar", tmp_path / "set", code=1)
+    assert "webdataset cannot read s3: URLs" in output
+    assert "--read 'pipe:aws s3 cp s3://bucket/{0..1}.tar -'" in output
+    assert not (tmp_path / "set").exists()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_tars_that_number_their_samples_from_zero_are_compared_by_shard(tmp_path: Path, run: Run) -> None:
     for name in ("a", "b"):

@@ -43,10 +43,12 @@ CHANGES = {
     "buckets": {
         "64 * 16": "8 * 16",
         "multiple=8": "multiple=1",
+        "67108864": "8388608",
         "32 * 512": "7 * 512",
         "(2, 5, 15), budget=600": "(2, 3), budget=6",
     },
     "fields": {'device="cuda"': 'device="cpu"'},
+    "debug-a-slow-run": {"8MiB --rounds 1": "8KiB --rounds 1 --seconds 0.05"},
     "trainers": {"max_steps=10_000": 'max_steps=2, accelerator="cpu", enable_progress_bar=False, logger=False'},
     "versions": {"between 2": "between 1", "720": "48"},
     "vast-and-nfs": {"8MiB,64MiB": "8KiB --threads 1 --rounds 1 --seconds 0.05"},

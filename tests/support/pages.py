@@ -100,7 +100,8 @@ def run(page: Path, folder: Path) -> list[str]:
 
 
 def _general(line: str) -> str:
-    """A line without what differs from run to run: numbers, times, sizes, digests and identifiers."""
+    """A line without what differs from run to run: numbers, times, sizes, digests and identifiers. No bytes stay none."""
+    line = re.sub(r"(?<![\d.])0 B\b", "none", line)
     line = re.sub(r"\b(?=[0-9a-f]*\d)[0-9a-f]{7,}\b|\b[0-9A-Z]{26}\b", "#", line)
     line = re.sub(r"\d[\d.,:]*(?: (?:[KMGT]i?B|B|[KMGT]?B/s|ms|s)\b)?", "#", line)
     return " ".join(line.split())

@@ -273,6 +273,18 @@ def test_a_tag_opens_its_version_for_ever(tmp_path: Path) -> None:
             Dataset(tmp_path, name)
 
 
+def test_a_view_is_not_saved_with_a_tag_that_is_taken(tmp_path: Path) -> None:
+    with opened(tmp_path, range(20)) as dataset:
+        saved = dataset.where("number < 5").save("few", tag="few")
+        assert (len(saved), saved.version) == (5, 2)
+        assert Dataset(tmp_path, "few").version == 2
+        with pytest.raises(ConflictError, match="'few' names version 2"):
+            dataset.where("number < 9").save("more", tag="few")
+        with pytest.raises(UsageError, match="not a valid tag"):
+            dataset.where("number < 9").save("more", tag="9x")
+        assert sorted(history.list_versions(dataset.store)) == [1, 2], "the refused calls made no version"
+
+
 def test_a_tag_of_a_version_that_was_replaced_is_refused(tmp_path: Path) -> None:
     dataset = opened(tmp_path, range(10))
     dataset.tag("release-1")

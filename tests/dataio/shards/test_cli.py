@@ -171,6 +171,7 @@ def test_info_prints_the_statistics(dataset: Path) -> None:
     assert "message       packed\n" in text
     assert "video codecs  h264 (1), vp8 (1)" in text
     assert "sizes         64x48 (2)" in text
+    assert "JSON fields   " in text
     found = json.loads(headrace("info", dataset, "--json").stdout)
     assert (found["samples"], found["video_frames"], found["audio_codecs"]) == (3, 10, {"pcm_s16le": 1})
     assert found["seconds"] == pytest.approx(5 / 30 * 2 + 1, abs=0.01)

@@ -50,8 +50,19 @@ def test_the_share_of_hits_is_shown_only_if_something_was_read_in_the_last_minut
 
     assert shown() == "no reads yet, 0 requests waiting"
     assert shown(fetched_bytes_per_second=0, hit_ratio=None).endswith("no reads in the last minute, 0 requests waiting")
+    early = shown(fetched_bytes_per_second=1e6, hit_ratio=None)
+    assert early.endswith("fetched, no loader reports its reads, 0 requests waiting")
     read = shown(fetched_bytes_per_second=1e6, cache_bytes_per_second=3e6, hit_ratio=0.75)
     assert read.endswith("fetched, hits 75.0 %, 0 requests waiting")
+
+
+def test_the_command_does_not_count_itself_as_a_client(daemon: RunningDaemon) -> None:
+    command = [sys.executable, "-m", "headrace", "sidecar", "status", "--socket", str(daemon.socket)]
+    with daemon.connect():
+        assert ", 1 client, " in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    wait_for(
+        lambda: subprocess.run(command, capture_output=True, text=True, check=True).stdout.count(", 0 clients, ") == 1
+    )
 
 
 def test_the_terminal_says_how_prefetching_did_against_its_forecast() -> None:

@@ -77,7 +77,7 @@ def test_the_command_prints_what_it_suggests(tmp_path: Path, capsys: pytest.Capt
     indexed_datasets.make(open_store(tmp_path / "set"), range(60))
     with Dataset(tmp_path / "set") as dataset:
         videos = sum(sample.video is not None for sample in dataset)
-        assert sum(shapes_of(dataset).values()) == videos
+        assert shapes_of(dataset).videos.total() == videos
     assert main(["order", str(tmp_path / "set"), "--suggest-buckets", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert sum(bucket["share"] for bucket in found["buckets"]) == pytest.approx(1)
