@@ -21,7 +21,6 @@ import torch
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.log import get_logger
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.audio.spec import Window
 from headrace.loaders.batch.batch import Output
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 
 AnyField = Field | Video | Audio
 MAX_FIELDS = 64
-_log = get_logger(__name__)
 _RESERVED = frozenset(["id", "key", "source", "bucket", "samples_per_rank", "empty_ranks"])
 
 
