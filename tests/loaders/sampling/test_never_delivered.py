@@ -14,7 +14,7 @@ from headrace.dataio import pack
 from headrace.dataio.cli import main
 from headrace.dataio.core import log
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import Bucket, Buckets, Clip, Image, Loader, Mixture, Video, VideoLoader
+from headrace.loaders import Bucket, Buckets, Clip, Durations, Image, Loader, Mixture, Video, VideoLoader
 from headrace.loaders.sampling.never_delivered import describe_small_buckets, small_buckets
 from tests.support.pictures import picture
 
@@ -99,6 +99,11 @@ def test_a_message_names_a_limited_number_of_buckets() -> None:
     text = describe_small_buckets("set", small)
     assert text.startswith("18 clips of set are never delivered")
     assert "9x9 has 1, and its global batch 2; and 10 more buckets. Lower the budget" in text
+
+
+def test_buckets_are_named_by_their_shape_or_length() -> None:
+    assert Buckets((Bucket(WIDE), Bucket(TALL, 32)), budget=10**9).names() == ["48x64", "64x48x32"]
+    assert Durations((0.5, 15), budget=60).names() == ["0.5 s", "15 s"]
 
 
 def test_order_has_a_row_for_each_bucket_and_names_what_is_left_out(
