@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from headrace.dataio.cache.plan.events import ObjectId, Ranges, Want
+from headrace.dataio.cache.plan.extents import HOLE_BYTES
 from headrace.dataio.core.errors import HeadraceError, RangeError
 from headrace.dataio.core.log import get_logger
 from headrace.dataio.store.base import Store
@@ -171,14 +172,17 @@ def _has_shifted(known_wants: Sequence[Want], due: DueTimes) -> bool:
 def _group_neighbours(upcoming: Upcoming, at_most: int) -> Iterator[tuple[int, str, Ranges]]:
     """Yield groups of neighbours in `upcoming`, which usually belong to one sample, as (first index, key, ranges).
 
-    The ranges of a part of a file, from its first empty range to the next one, are a group of their own.
+    The ranges of a part of a file, from its first empty range to the next one, are a group of their own. Other ranges that
+    are far apart are not grouped: together they would be a part too, and their exact bytes would be fetched in addition to
+    the blocks that other samples need.
     """
     first_index, key, ranges, size = 0, "", list[tuple[int, int]](), 0
     for number, (name, offset, length) in enumerate(upcoming):
         in_part = bool(ranges) and not ranges[0][1]
         part_ended = in_part and len(ranges) > 1 and not ranges[-1][1]
         too_long = size + length > at_most and not in_part
-        begins = part_ended or too_long or (not length and not in_part)
+        far = bool(ranges) and not in_part and offset - ranges[0][0] - size >= HOLE_BYTES
+        begins = part_ended or too_long or far or (not length and not in_part)
         if ranges and (begins or name != key or offset < ranges[-1][0]):
             yield first_index, key, tuple(ranges)
             first_index, ranges, size = number, [], 0

@@ -19,6 +19,7 @@ from headrace.dataio.cache.announcements import (
 )
 from headrace.dataio.cache.plan.core import LOOK_AHEAD, CachePlan
 from headrace.dataio.cache.plan.events import ObjectId, Want
+from headrace.dataio.cache.plan.extents import HOLE_BYTES, is_part
 from headrace.dataio.cache.plan.streams import Stream, continued
 from headrace.dataio.core.errors import NotFoundError
 
@@ -101,6 +102,16 @@ def test_a_part_of_a_file_is_a_read_of_its_own_whatever_its_size() -> None:
         ((90, 0), (95, 3), (99, 0)),
         ((99, 1),),
     ]
+
+
+def test_neighbours_that_are_far_apart_are_reads_of_their_own_since_together_they_would_be_a_part() -> None:
+    apart = HOLE_BYTES + 10
+    near, far = [("a", 0, 10), ("a", 10 + HOLE_BYTES - 1, 10)], [("a", 0, 10), ("a", apart, 10)]
+    assert [ranges for _, _, ranges in _group_neighbours(near, 100)] == [((0, 10), (10 + HOLE_BYTES - 1, 10))]
+    groups = [ranges for _, _, ranges in _group_neighbours(far, 100)]
+    assert groups == [((0, 10),), ((apart, 10),)]
+    assert not any(map(is_part, groups))
+    assert is_part(((0, 10), (apart, 10)))
 
 
 @given(st.data())
