@@ -173,6 +173,9 @@ def _spawn(command: Callable[[Path, int, Keys], list[str]], port: int, keys: Key
     scratch = Scratch("headrace-s3-")
     folder = scratch.path
     arguments = command(folder, port, keys)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("AWS_")
+    }  # of another server
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             ending_with_parent(arguments),
@@ -180,7 +183,7 @@ def _spawn(command: Callable[[Path, int, Keys], list[str]], port: int, keys: Key
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**environment, "TMPDIR": str(folder)},
             start_new_session=True,
         )
     return S3Server(process, scratch, port, keys)

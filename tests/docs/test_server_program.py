@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace.dataio.store.open import open_store
+from headrace.dataio.testing.s3_server import find_seaweedfs, start_seaweedfs
 from tests.support import pages
 
 
@@ -51,3 +53,20 @@ def test_a_killed_server_leaves_no_folder_and_no_socket() -> None:
             server.wait()
         assert not list(Path(folder).glob("*headrace-s3-*"))
         assert not _sockets(int(port))
+
+
+@pytest.mark.process
+def test_a_server_accepts_its_own_keys_in_a_shell_with_those_of_an_earlier_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    find_seaweedfs()
+    with start_seaweedfs() as earlier:
+        for name, value in earlier.environment().items():
+            monkeypatch.setenv(name, value)
+    with start_seaweedfs() as server:
+        url = server.create_bucket("bucket")
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        with open_store(url) as store:
+            store.put("key", b"value")
+            assert store.get("key") == b"value"
