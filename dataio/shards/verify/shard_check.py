@@ -142,13 +142,21 @@ def _walk(
 
 
 def _check_header(entry: tar.TarMember, member: IndexedMember, shard: str, result: ShardCheck) -> None:
-    key = entry.key.removeprefix("./")
-    same_key = member.key == entry.key or (shard.startswith(PREFIX) and ("/" + member.key).endswith("/" + key))
-    if not same_key or entry.ext != member.ext or entry.length != member.length:
+    if not _is_same_key(entry.key, member.key, shard) or entry.ext != member.ext or entry.length != member.length:
         stored, indexed = f"{entry.name!r} of {entry.length} bytes", f"{member.key}.{member.ext} of {member.length}"
         result.add_structure_fault(
             "header", f"the header at offset {entry.header} is of {stored}, the index has {indexed}", member
         )
+
+
+def _is_same_key(stored: str, indexed: str, shard: str) -> bool:
+    """Whether the index may have this key for a member. `index --keys shard` puts the shard's path in front of it."""
+    if indexed == stored:
+        return True
+    key = stored.removeprefix("./")
+    if shard.startswith(PREFIX):  # the path in its own store is not known here
+        return ("/" + indexed).endswith("/" + key)
+    return indexed == f"{shard.removesuffix('.tar')}/{key}"
 
 
 def _check_padding(ahead: ReadAhead, entry: tar.TarMember, result: ShardCheck) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -96,6 +98,23 @@ def test_a_sound_dataset_has_nothing_to_report(original: Path) -> None:
 
 
 Damage = Callable[[Path], str]
+
+
+def test_tars_in_their_own_folder_are_sound_with_the_shard_in_front_of_the_keys(tmp_path: Path) -> None:
+    def write(name: str, *members: str) -> None:
+        with tarfile.open(tmp_path / name, "w") as shard:
+            for key in members:
+                member = tarfile.TarInfo(key)
+                member.size = 4
+                shard.addfile(member, io.BytesIO(name.encode()[:4]))
+
+    for name in ("0000.tar", "0001.tar"):
+        write(name, "./000000.bin", "000001.bin")
+    with index(tmp_path / "{0000..0001}.tar", tmp_path, keys="shard") as dataset:
+        assert list(dataset.keys) == ["0000/000000", "0000/000001", "0001/000000", "0001/000001"]
+    assert not verify(tmp_path, workers=1).damaged
+    write("0001.tar", "./000000.bin", "000002.bin")
+    assert codes(verify(tmp_path, workers=1)) == {"0001.tar": {"header"}}
 
 
 def _payload(root: Path) -> str:
