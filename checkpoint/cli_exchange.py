@@ -45,8 +45,8 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     export.add_argument(
         "--format",
         choices=_FORMATS,
-        help="default: safetensors for a DEST that ends in .safetensors, torch for .pt and .pth, else hf, a folder that"
-        " transformers loads",
+        help="default: safetensors for a DEST that ends in .safetensors, torch for .pt and .pth, else hf, a folder of"
+        " weights for transformers, without config.json",
     )
     for name, what in (("include", "export only"), ("exclude", "leave out")):
         help_text = f"{what} entries that match, such as 'model/*'; may be repeated"

@@ -100,8 +100,8 @@ def export(
         run (str): The run's name.
         step (int | str): A step's number, or "latest". Default: "latest".
         tag (str | None): The tag of a step, instead of `step`. Default: None.
-        format (str): "hf" (a folder that transformers loads), "safetensors", "dcp" (torch.distributed.checkpoint) or
-            "torch" (a file that `torch.load(weights_only=True)` reads). Default: "hf".
+        format (str): "hf" (a folder of weights for transformers, without config.json), "safetensors", "dcp"
+            (torch.distributed.checkpoint) or "torch" (a file that `torch.load(weights_only=True)` reads). Default: "hf".
         include (str | Iterable[str] | None): Patterns of the entries to export, as for `restore`. Default: None. "hf"
             and "safetensors" then export the modules of the state, the other formats export everything.
         exclude (str | Iterable[str]): Patterns of entries to leave out. Default: none.
