@@ -32,11 +32,11 @@ def main(where: str) -> None:
     os.environ["LOCAL_RANK"] = os.environ["RANK"]
     folder, rank, warned = Path(where), dist.get_rank(), Warnings()
     logging.getLogger("headrace").addHandler(warned)
-    nobody = folder / "no.sock"
+    no_daemon = folder / "no.sock"
     model = torch.nn.Linear(4, 4)
     with (
-        VideoLoader(folder / "clips", batch_size=2, clip=Clip(frames=2), sidecar=nobody) as loader,
-        Checkpointer(folder / "checkpoints", run="exp", sidecar=nobody, timeout=60) as saver,
+        VideoLoader(folder / "clips", batch_size=2, clip=Clip(frames=2), sidecar=no_daemon) as loader,
+        Checkpointer(folder / "checkpoints", run="exp", sidecar=no_daemon, timeout=60) as saver,
     ):
         state = {"model": model, "loader": loader}
         assert saver.restore(state) is None  # the run has no step, and another run exists
