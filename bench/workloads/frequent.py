@@ -149,7 +149,7 @@ class _Headrace(_Saving):
         from headrace.checkpoint import Checkpointer, Keep
 
         super().__init__()
-        self._training, self._lazy = training, lazy
+        self._training = training
         staging = "lazy" if lazy else "eager"
         self._checkpointer = Checkpointer(where, run="r", sidecar=None, staging=staging, keep=Keep(last=2))
         self._step, self._handles = 0, list[Any]()
@@ -161,9 +161,8 @@ class _Headrace(_Saving):
     def save(self) -> None:
         self._step += 1
         began = time.perf_counter()
-        state = {"state": self._training.state()}
-        more = {"optimizer": self._training.optimizer} if self._lazy else {}
-        handle = self._checkpointer.save(self._step, state | more)
+        state = {"model": self._training.model, "optimizer": self._training.optimizer}
+        handle = self._checkpointer.save(self._step, state)
         self._handles.append(handle)
         self.add(began, lambda: handle.done)
 

@@ -270,14 +270,18 @@ def lay_out(specs: Sequence[TensorSpec]) -> Layout:
     """Lay out `specs` in the arena: small tensors first, then large ones, each in the given order."""
     sizes = [spec.nbytes for spec in specs]
     offsets = [0] * len(specs)
-    end = small_bytes = 0
-    for small in (True, False):
-        for i, size in enumerate(sizes):
-            if is_small(size) == small:
-                offsets[i] = end = _round_up(end, SMALL_ALIGN if small else ALIGN)
-                end += size
-        if small:
-            small_bytes = end
+    end = 0
+    large: list[int] = []
+    for i, size in enumerate(sizes):
+        if size >= SMALL_BELOW:
+            large.append(i)
+            continue
+        offsets[i] = end = -(-end // SMALL_ALIGN) * SMALL_ALIGN
+        end += size
+    small_bytes = end
+    for i in large:
+        offsets[i] = end = _round_up(end, ALIGN)
+        end += sizes[i]
     return Layout(tuple(offsets), small_bytes, end, tuple(sizes))
 
 
@@ -290,9 +294,9 @@ def cut_all(specs: Sequence[TensorSpec], layout: Layout) -> tuple[list[Piece], l
     """All chunks of the arena, and for each tensor the parts of chunks that make up its bytes."""
     all_pieces = [Piece(start, length) for start, length in cut(layout.small_bytes, FINE_CHUNK_BYTES)]
     spans: list[list[PieceSpan]] = []
-    for spec, at in zip(specs, layout.offsets, strict=True):
-        if is_small(size := spec.nbytes):
-            spans.append(list(_small_spans(at, size)))
+    for spec, at, size in zip(specs, layout.offsets, layout.sizes, strict=True):
+        if is_small(size):
+            spans.append(_small_spans(at, size))
             continue
         pieces_of_tensor = [Piece(at + start, length) for start, length in pieces(spec.box, ITEM_BYTES[spec.dtype])]
         spans.append([PieceSpan(len(all_pieces) + i, 0, piece.length) for i, piece in enumerate(pieces_of_tensor)])
@@ -308,10 +312,12 @@ def gaps(pieces: Sequence[Piece], spans: Iterable[Iterable[PieceSpan]]) -> dict[
     return {number: length for number, length in rest.items() if length}
 
 
-def _small_spans(at: int, nbytes: int) -> Iterator[PieceSpan]:
-    for start, length in cut(nbytes, FINE_CHUNK_BYTES, at):
-        piece, inside = divmod(at + start, FINE_CHUNK_BYTES)
-        yield PieceSpan(piece, inside, length)
+def _small_spans(at: int, nbytes: int) -> list[PieceSpan]:
+    piece, inside = divmod(at, FINE_CHUNK_BYTES)
+    if 0 < nbytes <= FINE_CHUNK_BYTES - inside:
+        return [PieceSpan(piece, inside, nbytes)]  # a fast path: few tensors reach into the next chunk
+    cuts = cut(nbytes, FINE_CHUNK_BYTES, at)
+    return [PieceSpan(*divmod(at + start, FINE_CHUNK_BYTES), length) for start, length in cuts]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -311,13 +311,17 @@ def check_disjoint(ranges: Iterable[tuple[int, int, int]]) -> None:
 
 
 def _check_tensors(rows: Rows) -> None:
-    by_name: dict[str, list[Tensor]] = {}
-    for t in rows.tensors:
-        by_name.setdefault(t.name, []).append(t)
+    tensors, chunks = rows.tensors, rows.chunks
+    for t in tensors:
         try:
-            _check_tensor(t, rows.chunks)
+            _check_tensor(t, chunks)
         except (_Invalid, CorruptionError) as error:
             raise _Invalid(f"tensor {t.name!r:.200}: {error}") from None
+    if len({t.name for t in tensors}) == len(tensors):
+        return
+    by_name: dict[str, list[Tensor]] = defaultdict(list)
+    for t in tensors:
+        by_name[t.name].append(t)
     for name, same in by_name.items():
         places = {(t.offset, t.local) for t in same if t.replicated}
         _require(len(same) == 1 or len(places) == len(same), f"tensor {name!r:.200} is listed twice")
@@ -350,6 +354,8 @@ def _flaw(t: Tensor) -> str | None:
         return f"unknown type {t.dtype!r:.60}"
     if not len(t.shape) == len(t.offset) == len(t.local):
         return "shape, offset and local shape differ in length"
+    if t.local == t.shape and not any(t.offset) and min(t.shape, default=0) >= 0:
+        return None  # a fast path: most tensors are whole
     for n, at, length in zip(t.shape, t.offset, t.local, strict=True):
         if at < 0 or length < 0 or at + length > n:
             return "the shard lies outside of the tensor"

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
+import msgspec
 import torch
 
 from headrace.checkpoint.format.chunking import Box
@@ -31,8 +31,7 @@ _ALIGN = 16
 """Bytes of the widest element."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True, gc=False):
     """A tensor at `path` in the state. It is to receive the elements `box` of a saved tensor."""
 
     path: str

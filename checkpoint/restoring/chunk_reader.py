@@ -17,7 +17,6 @@ import math
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
@@ -25,7 +24,7 @@ import msgspec
 
 from headrace.checkpoint import sharding
 from headrace.checkpoint.format import chunking, names
-from headrace.checkpoint.format.chunking import Box
+from headrace.checkpoint.format.chunking import SMALL_BELOW, Box
 from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Chunk, Manifest, Rows, Tensor
 from headrace.checkpoint.repository import fetch
@@ -67,8 +66,7 @@ class ReadsDirectly(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(msgspec.Struct, frozen=True, gc=False):
     """A global tensor of a step as one rank sees it.
 
     `shards`: its shards, each with the tables of the manifest that lists it. Shards that the rank does not need may be
@@ -82,8 +80,7 @@ class Saved:
     alone: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(msgspec.Struct, frozen=True, gc=False):
     """A request for the elements `box` of a saved tensor. The sink receives them."""
 
     saved: Saved
@@ -280,14 +277,18 @@ class ChunkReader:
 
     def __init__(self, step: Step, wants: Sequence[Want]) -> None:
         self._step, self.wants = step, wants
-        self._remaining = [0] * len(wants)
+        self._uses = [0] * len(wants)
         self._open: dict[int, memoryview] = {}
         self._lock = threading.Lock()
         self._needed: dict[str, dict[int, NeededChunk]] = defaultdict(dict)
         for number, want in enumerate(wants):
             for key, chunk, use in _uses(number, want):
-                self._needed[key].setdefault(chunk.offset, NeededChunk(chunk)).uses.append(use)
-                self._remaining[number] += 1
+                chunks = self._needed[key]
+                if (needed := chunks.get(chunk.offset)) is None:
+                    needed = chunks[chunk.offset] = NeededChunk(chunk)
+                needed.uses.append(use)
+                self._uses[number] += 1
+        self._remaining = list(self._uses)
 
     def needed(self) -> list[tuple[str, NeededChunk]]:
         """All chunks, each with the key of its pack."""
@@ -308,8 +309,9 @@ class ChunkReader:
     def direct_memory(self, pack: str, needed: NeededChunk) -> memoryview | None:
         """The memory to read a chunk into directly, if one use takes the whole chunk contiguously. Otherwise None."""
         for use in needed.uses:
-            want, item = self.wants[use.want], chunking.ITEM_BYTES[self.wants[use.want].saved.dtype]
-            if use.start == 0 and use.length == needed.raw:
+            if use.length == needed.raw:
+                want = self.wants[use.want]
+                item = chunking.ITEM_BYTES[want.saved.dtype]
                 at = sharding.offset_in(use.shard, want.box, item, use.at, use.length)
                 if at is not None:
                     needed.direct = use
@@ -338,10 +340,26 @@ class ChunkReader:
     def put(self, use: ChunkUse, payload: memoryview) -> None:
         """Copy the part of a chunk that one use needs."""
         want, part = self.wants[use.want], payload[use.start : use.start + use.length]
+        if use.length < SMALL_BELOW and use.shard == want.box:
+            self._put_small(use, want.sink, part)
+            return
         sharding.copy_overlap(
             use.shard, want.box, chunking.ITEM_BYTES[want.saved.dtype], use.at, part, self._target(use.want)
         )
         self.done(use.want)
+
+    def _put_small(self, use: ChunkUse, sink: Sink, part: memoryview) -> None:
+        """Copy a part of a shard that is requested whole.
+
+        A thread must hold the GIL for the copy anyway, so a sink that has no other use is not registered as open.
+        """
+        if self._uses[use.want] > 1:
+            self._target(use.want)[use.at : use.at + use.length] = part
+            self.done(use.want)
+            return
+        sink.open()[:] = part
+        self._remaining[use.want] = 0
+        sink.close()
 
     def _target(self, want: int) -> memoryview:
         with self._lock:

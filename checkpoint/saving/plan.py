@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from headrace.checkpoint.format import chunking, codec, names
-from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, lay_out
+from headrace.checkpoint.format.chunking import Box, Layout, TensorSpec, lay_out, nbytes
 from headrace.checkpoint.format.documents import VERSION, Base, newer
 from headrace.checkpoint.format.metadata import Value, flaw_of
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UsageError
@@ -95,7 +95,7 @@ class PutPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bytes_state(self) -> int:
-        return sum(tensor.spec().nbytes for tensor in self.tensors)
+        return sum(nbytes(tensor.dtype, tensor.local) for tensor in self.tensors)
 
 
 class _Head(msgspec.Struct):

@@ -89,6 +89,9 @@ class _Fitter:
 
     def value(self, current: Any, saved: object, path: str) -> object:
         """The value for the container to hold. It is `current` itself if that is changed in place or not restored."""
+        if type(saved) is TensorRef and (local := tensors.describe_plain(current)) is not None:  # nearly all values
+            self._plain_tensor(current, saved, local, path)
+            return current
         if (
             isinstance(current, dict)
             and isinstance(saved, ValueNode)
@@ -139,6 +142,12 @@ class _Fitter:
         if self._selection.selects(path):
             self.report(path, f"{_kind_and_limit(current)} in the state, {_kind_and_limit(sequence)} in the checkpoint")
         return current
+
+    def _plain_tensor(self, current: Any, saved: TensorRef, local: LocalTensor, path: str) -> None:
+        if self._selection.selects(path) and self._meta_matches(
+            self._build.meta(saved.name), (local.dtype, local.shape), path
+        ):
+            self.plan.in_place.append((saved.name, current, local))
 
     def tensor(self, current: Any, saved: object, path: str) -> None:
         if tensors.meta_shape(current) is not None:
@@ -388,6 +397,8 @@ class Selection:
 
     def selects(self, path: str) -> bool:
         """Whether the entry at `path` is selected."""
+        if self.everything:
+            return True
         if self._matches("exclude", self.exclude, path):
             return False
         return not self.include or self._matches("include", self.include, path)

@@ -302,7 +302,7 @@ class TensorSink:
     """
 
     def __init__(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        self._tensor = tensor.detach()
+        self._tensor = tensor
         self._dtype = dtype or tensor.dtype
         self._copy: torch.Tensor | None = None
 
@@ -312,7 +312,8 @@ class TensorSink:
 
         A reader that can write into the tensor does not need to open the sink.
         """
-        return self._tensor if self._dtype == self._tensor.dtype and self._tensor.is_contiguous() else None
+        tensor = self._tensor
+        return tensor.detach() if self._dtype == tensor.dtype and tensor.is_contiguous() else None
 
     def open(self) -> memoryview:
         if self._dtype == self._tensor.dtype and has_plain_memory(self._tensor):
@@ -322,10 +323,13 @@ class TensorSink:
 
     def close(self) -> None:
         copy, self._copy = self._copy, None
-        if copy is not None and copy.dtype != self._tensor.dtype:
-            self._tensor.copy_(copy)
-        elif copy is not None:
-            as_bits(self._tensor).copy_(as_bits(copy))
+        if copy is None:
+            return
+        tensor = self._tensor.detach()
+        if copy.dtype != tensor.dtype:
+            tensor.copy_(copy)
+        else:
+            as_bits(tensor).copy_(as_bits(copy))
 
 
 def is_wrapper(tensor: object) -> bool:
