@@ -290,16 +290,17 @@ def is_small(nbytes: int) -> bool:
     return nbytes < SMALL_BELOW
 
 
-def cut_all(specs: Sequence[TensorSpec], layout: Layout) -> tuple[list[Piece], list[list[PieceSpan]]]:
+def cut_all(specs: Sequence[TensorSpec], layout: Layout) -> tuple[list[Piece], list[tuple[PieceSpan, ...]]]:
     """All chunks of the arena, and for each tensor the parts of chunks that make up its bytes."""
     all_pieces = [Piece(start, length) for start, length in cut(layout.small_bytes, FINE_CHUNK_BYTES)]
-    spans: list[list[PieceSpan]] = []
+    spans: list[tuple[PieceSpan, ...]] = []
     for spec, at, size in zip(specs, layout.offsets, layout.sizes, strict=True):
         if is_small(size):
             spans.append(_small_spans(at, size))
             continue
         pieces_of_tensor = [Piece(at + start, length) for start, length in pieces(spec.box, ITEM_BYTES[spec.dtype])]
-        spans.append([PieceSpan(len(all_pieces) + i, 0, piece.length) for i, piece in enumerate(pieces_of_tensor)])
+        first = len(all_pieces)
+        spans.append(tuple(PieceSpan(first + i, 0, piece.length) for i, piece in enumerate(pieces_of_tensor)))
         all_pieces += pieces_of_tensor
     return all_pieces, spans
 
@@ -312,12 +313,12 @@ def gaps(pieces: Sequence[Piece], spans: Iterable[Iterable[PieceSpan]]) -> dict[
     return {number: length for number, length in rest.items() if length}
 
 
-def _small_spans(at: int, nbytes: int) -> list[PieceSpan]:
+def _small_spans(at: int, nbytes: int) -> tuple[PieceSpan, ...]:
     piece, inside = divmod(at, FINE_CHUNK_BYTES)
     if 0 < nbytes <= FINE_CHUNK_BYTES - inside:
-        return [PieceSpan(piece, inside, nbytes)]  # a fast path: few tensors reach into the next chunk
+        return (PieceSpan(piece, inside, nbytes),)  # a fast path: few tensors reach into the next chunk
     cuts = cut(nbytes, FINE_CHUNK_BYTES, at)
-    return [PieceSpan(*divmod(at + start, FINE_CHUNK_BYTES), length) for start, length in cuts]
+    return tuple(PieceSpan(*divmod(at + start, FINE_CHUNK_BYTES), length) for start, length in cuts)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -24,6 +24,7 @@ from headrace.checkpoint.format import chunking, names, own_digest
 from headrace.checkpoint.format.chunking import CHUNK_BYTES, DIGEST_BYTES, Box, digest
 from headrace.checkpoint.format.documents import VERSION, Base, newer
 from headrace.checkpoint.format.metadata import Value, flaw_of
+from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.sharding import coverage_error
 from headrace.dataio.core.errors import CapacityError, CorruptionError
 from headrace.dataio.core.limits import JSON_DOCUMENT_BYTES, MIB, format_bytes
@@ -205,11 +206,12 @@ def decode(data: bytes, key: str, expected_digest: bytes | None = None) -> Manif
         head = msgspec.msgpack.decode(data, type=_Head)
         if not VERSION <= head.version <= NEWEST:
             raise newer(key, head.version, NEWEST)
-        manifest = _decoder.decode(_decompressed(head.zstd) if head.zstd else data)
-        _check_identity(manifest, key)
-        _check_chunks(manifest)
-        _check_links(manifest)
-        _check_tensors(manifest)
+        with gc_paused():
+            manifest = _decoder.decode(_decompressed(head.zstd) if head.zstd else data)
+            _check_identity(manifest, key)
+            _check_chunks(manifest)
+            _check_links(manifest)
+            _check_tensors(manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, zstandard.ZstdError, _Invalid) as error:
         raise CorruptionError(f"{key} is not a valid manifest: {error}", hint="run `headrace ckpt check`") from None
     return manifest
@@ -367,17 +369,21 @@ def check_shards(manifests: Iterable[Manifest]) -> str | None:
 
     Only the boxes of each manifest stay in memory.
     """
-    shards: dict[str, list[Box]] = defaultdict(list)
+    first: dict[str, Box] = {}
+    shards: dict[str, list[Box]] = {}
     kinds: dict[str, str] = {}
     for manifest in manifests:
         for tensor in manifest.tensors:
             if tensor.replicated:
-                shards[tensor.name].append(tensor.box)
+                box = tensor.box
+                earlier = first.setdefault(tensor.name, box)
+                if earlier is not box:
+                    shards.setdefault(tensor.name, [earlier]).append(box)
+                elif box.local != box.shape:  # most tensors are whole, and have one shard
+                    shards[tensor.name] = [box]
                 if kinds.setdefault(tensor.name, tensor.dtype) != tensor.dtype:
                     return f"shards of tensor {tensor.name!r:.200} differ in type"
     for name, boxes in shards.items():
-        if len(boxes) == 1 and boxes[0].local == boxes[0].shape:
-            continue  # a fast path: most tensors are whole
         mismatch = (
             "its shards differ in shape" if any(b.shape != boxes[0].shape for b in boxes) else coverage_error(boxes)
         )

@@ -24,6 +24,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from headrace.checkpoint.format import codec, names
 from headrace.checkpoint.format.chunking import Box, PieceSpan, TensorSpec
 from headrace.checkpoint.format.documents import Base
@@ -43,8 +45,7 @@ _log = get_logger(__name__)
 Shard = tuple[str, str, Box, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True, gc=False):
     """A chunk in a pack of an earlier attempt."""
 
     pack: PackName

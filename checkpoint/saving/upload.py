@@ -21,6 +21,7 @@ from headrace.checkpoint.format import chunking, pack
 from headrace.checkpoint.format import manifest as manifests
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.format.manifest import Chunk, PackName
+from headrace.checkpoint.gc_pause import gc_paused
 from headrace.checkpoint.repository.fetch import in_order
 from headrace.checkpoint.saving import compression, dedup
 from headrace.checkpoint.saving.dedup import DeltaBases
@@ -63,7 +64,7 @@ class Stored:
     """
 
     specs: list[chunking.TensorSpec]
-    spans: list[list[chunking.PieceSpan]]
+    spans: list[tuple[chunking.PieceSpan, ...]]
     tables: Tables
     digests: list[bytes]
     known: dedup.KnownChunks
@@ -109,9 +110,10 @@ def upload(
     arena: ArenaBytes, plan: PutPlan, emit: Callable[[Event], None], store: Store, progress: ProgressFile
 ) -> Stored:
     """Hash every piece of the arena and store the new chunks."""
-    specs = [tensor.spec() for tensor in plan.tensors]
-    layout = chunking.lay_out(specs)
-    pieces, spans = chunking.cut_all(specs, layout)
+    with gc_paused():
+        specs = [tensor.spec() for tensor in plan.tensors]
+        layout = chunking.lay_out(specs)
+        pieces, spans = chunking.cut_all(specs, layout)
     known = dedup.load(
         store,
         plan.run,
@@ -141,7 +143,7 @@ def _codecs(
     known: dedup.KnownChunks,
     specs: list[chunking.TensorSpec],
     layout: chunking.Layout,
-    spans: list[list[chunking.PieceSpan]],
+    spans: list[tuple[chunking.PieceSpan, ...]],
 ) -> compression.CodecChooser | None:
     """The codecs of this save; None if all chunks are stored raw."""
     if plan.compression == "none":
@@ -314,18 +316,19 @@ def _hashed(
 def manifest_of(plan: PutPlan, stored: Stored, clock: Clock) -> manifests.Manifest:
     """The rank's manifest."""
     tables, digests = stored.tables, stored.digests
-    tensors = tuple(
-        manifests.Tensor(
-            spec.name,
-            spec.dtype,
-            spec.box.shape,
-            spec.box.offset,
-            spec.box.local,
-            spec.replicated,
-            tuple(manifests.Span(tables.number[digests[s.piece]], s.start, s.length) for s in own),
+    with gc_paused():
+        tensors = tuple(
+            manifests.Tensor(
+                spec.name,
+                spec.dtype,
+                spec.box.shape,
+                spec.box.offset,
+                spec.box.local,
+                spec.replicated,
+                tuple(manifests.Span(tables.number[digests[s.piece]], s.start, s.length) for s in own),
+            )
+            for spec, own in zip(stored.specs, stored.spans, strict=True)
         )
-        for spec, own in zip(stored.specs, stored.spans, strict=True)
-    )
     return manifests.Manifest(
         version=manifests.version_for((chunk.codec for chunk in tables.chunks), plan.tree),
         run=plan.run,
