@@ -86,7 +86,7 @@ class StagedStep:
 class StagedTensor:
     """A tensor in staging memory. `at`: its first byte there."""
 
-    def __init__(self, step: StagedStep, at: int, spans: list[PieceSpan]) -> None:
+    def __init__(self, step: StagedStep, at: int, spans: tuple[PieceSpan, ...]) -> None:
         self._step, self._at, self._spans = step, at, spans
         ends, end = [], 0
         for span in spans:
