@@ -11,7 +11,8 @@ Invariants:
   Other clips of the same video may be intact, and this rank does not know which parts of it other ranks read.
 
 Failure behaviour: `CorruptionError` if more than `limit` samples were skipped, since the cause is then not a single
-sample. `UsageError` instead if every sample so far lacks a value that a field names. Each sample is logged once.
+sample. `UsageError` if the first samples, more than `limit` or `TRIES`, all lack a value that a field names. Each sample
+is logged once.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.quarantine.records import SkippedSample
 from headrace.loaders.validation import checked
 
+TRIES = 16
+"""If the first samples, more than this, all lack a value that a field names, the field probably names it wrongly."""
 _log = get_logger(__name__)
 
 
@@ -80,7 +83,7 @@ class Quarantine:
         self._delivered: dict[tuple[int, int], SkippedSample] = {}
         self._loaded: frozenset[tuple[int, int]] = frozenset()
         self._remembered = set[tuple[int, int]]()
-        self._found_good = False
+        self._found_good, self._tries = False, TRIES
 
     def mark_bad(self, ref: SampleRef, error: HeadraceError) -> None:
         """Mark the sample as known bad. It is not read again, and is listed when its batch is delivered.
@@ -106,7 +109,7 @@ class Quarantine:
 
         Raises:
             CorruptionError: more samples than the limit were skipped.
-            UsageError: the same, and no sample has the value that a field names.
+            UsageError: all samples so far lack a value that a field names, and they are more than the limit or `TRIES`.
         """
         self._found_good |= has_samples
         for sample in skipped:
@@ -122,9 +125,10 @@ class Quarantine:
                 self._delivered[key] = sample
                 if sample.permanent and self._remember is not None and self._remember(sample, epoch):
                     self._remembered.add(key)
+        has_tried_enough = not self._found_good and len(self._delivered) > min(self._limit, self._tries)
+        if has_tried_enough and (misnamed := misnamed_error(self.skipped)) is not None:
+            raise misnamed
         if len(self._delivered) > self._limit:
-            if not self._found_good and (misnamed := misnamed_error(self.skipped)) is not None:
-                raise misnamed
             last = next(reversed(self._delivered.values()))
             raise CorruptionError(
                 f"more than {self._limit} samples are damaged; the last one, {last.key}: {last.reason}",
@@ -150,3 +154,4 @@ class Quarantine:
         with self._lock:
             self._known_bad = known_bad
         self._delivered, self._loaded, self._remembered = {}, frozenset(state), set()
+        self._tries = self._limit  # a resumed run must not end where the other run continued

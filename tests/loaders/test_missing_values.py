@@ -17,7 +17,7 @@ import pytest
 from headrace.dataio import index
 from headrace.dataio.core.errors import CorruptionError, UsageError
 from headrace.loaders import Bytes, Clip, Json, Loader, Npy, Rows, Safetensors, Text, Video
-from headrace.loaders.quarantine.quarantine import Quarantine
+from headrace.loaders.quarantine.quarantine import TRIES, Quarantine
 from headrace.loaders.quarantine.records import SkippedSample
 from tests.support import numbered_video
 from tests.support.batches import take
@@ -194,6 +194,14 @@ def test_too_many_bad_samples_are_an_error_of_use_only_if_nothing_else_was_found
         Quarantine(1).deliver([_skipped(1), _skipped(2, "corruption")], has_samples=False)
     with pytest.raises(CorruptionError):
         Quarantine(1).deliver([_skipped(1), _skipped(2)], has_samples=True)
+    many = Quarantine(100)
+    many.deliver(map(_skipped, range(TRIES)), has_samples=False)
+    with pytest.raises(UsageError, match=f"tried {TRIES + 1} samples"):
+        many.deliver([_skipped(TRIES)], has_samples=False)
+    many.load(())
+    many.deliver(map(_skipped, range(100)), has_samples=False)
+    with pytest.raises(UsageError, match="tried 101 samples"):
+        many.deliver([_skipped(100)], has_samples=False)
     seen = Quarantine(1)
     seen.deliver([], has_samples=True)
     with pytest.raises(CorruptionError):
