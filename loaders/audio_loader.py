@@ -24,7 +24,8 @@ from headrace.loaders.loader import BaseLoader
 from headrace.loaders.processors.audio import PieceProcessor, WindowProcessor, lengths
 from headrace.loaders.processors.wrappers import by_stream
 from headrace.loaders.sampling.buckets import Durations
-from headrace.loaders.sampling.columns import HasValue, samples_with
+from headrace.loaders.sampling.columns import HasValue
+from headrace.loaders.sampling.left_out import samples_with_all
 from headrace.loaders.sampling.packing import Pack, Packed, PackedStream, Packing
 from headrace.loaders.sampling.sample_ids import SampleIds
 from headrace.loaders.validation import check_type
@@ -119,7 +120,7 @@ class AudioLoader(BaseLoader):
         delivery = config.delivery(output, group=1 if features == "waveform" else GPU_BATCH)
 
         def find(dataset: Dataset) -> tuple[SampleIds, Any]:
-            ids = samples_with(dataset, HasValue("audio_codec"), "sound")
+            ids = samples_with_all(dataset, [HasValue("audio_codec")])
             return ids, windows_in(dataset, ids, window)
 
         def start_processor() -> Processor:

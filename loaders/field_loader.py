@@ -41,9 +41,8 @@ from headrace.loaders.processors.like import LikeClips
 from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
 from headrace.loaders.processors.wrappers import by_stream, mels, sourced, wrapped
 from headrace.loaders.sampling.buckets import Buckets, Durations
-from headrace.loaders.sampling.columns import AllOf, HasFiles, HasValue
+from headrace.loaders.sampling.columns import HasFiles, HasValue
 from headrace.loaders.sampling.left_out import samples_with_all
-from headrace.loaders.sampling.never_delivered import warn_of_images
 from headrace.loaders.sampling.plan import Bucketing
 from headrace.loaders.sampling.sample_ids import SampleIds, Small
 from headrace.loaders.sampling.state import parts as described_parts
@@ -102,6 +101,7 @@ class Loader(BaseLoader):
 
     Raises:
         NotFoundError, AccessDeniedError, UsageError: when the loader is created.
+        UsageError: while iterating, if no sample has the path, column or tensor that a field names.
         CorruptionError: while iterating, if too many samples are damaged, or a sample and all its substitutes.
         HeadraceError: while iterating, for errors of the store.
 
@@ -226,10 +226,7 @@ class _Fields:
         files = {ext for one in self._required for ext in one.files}
         optional += [HasFiles((ext,)) for ext in sorted(files.union(self.video_files))]
         wanted = f"all of {', '.join(map(repr, self.named))}"
-        condition = AllOf(tuple(dict.fromkeys([*conditions, *optional])))
-        ids = samples_with_all(dataset, condition.conditions, optional, wanted)
-        warn_of_images(dataset, condition, len(ids))
-        return ids
+        return samples_with_all(dataset, tuple(dict.fromkeys([*conditions, *optional])), optional, wanted)
 
     @property
     def described(self) -> Any:

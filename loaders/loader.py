@@ -385,7 +385,8 @@ class BaseLoader(IterableDataset[dict[str, Any]]):
                 self._prefetcher = self._prefetcher or self._start()
                 batch = self._prefetcher.next()
             skipped = [one for sample in batch.samples if sample for one in sample.skipped]
-            self._quarantine.deliver(skipped, self._epoch)
+            has_samples = any(sample is not None and sample.tensors for sample in batch.samples)
+            self._quarantine.deliver(skipped, self._epoch, has_samples=has_samples)
         except BaseException:
             self._meter.got(0, steps=0)
             raise

@@ -30,8 +30,7 @@ from headrace.loaders.interfaces import Processor
 from headrace.loaders.loader import BaseLoader
 from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
 from headrace.loaders.processors.wrappers import by_stream
-from headrace.loaders.sampling.columns import samples_with
-from headrace.loaders.sampling.never_delivered import warn_of_images
+from headrace.loaders.sampling.left_out import samples_with_all
 from headrace.loaders.sampling.sample_ids import SampleIds
 from headrace.loaders.validation import check_type
 
@@ -164,9 +163,7 @@ class VideoLoader(BaseLoader):
         self._spec, self._decoder = spec, decoder
 
         def find(dataset: Dataset) -> tuple[SampleIds, Any]:
-            condition = video.condition(buckets)
-            ids = samples_with(dataset, condition, "video")
-            warn_of_images(dataset, condition, len(ids))
+            ids = samples_with_all(dataset, [video.condition(buckets)])
             return ids, clips_of(dataset, ids, spec.clip)
 
         def start_processor() -> Processor:

@@ -107,6 +107,16 @@ class CorruptionError(HeadraceError):
     exit_code = 4
 
 
+class MissingValueError(CorruptionError):
+    """The file of a sample lacks the path, column or tensor that a field of a loader names.
+
+    It makes a bad sample. If all samples that the loader tries lack it, the loader raises `UsageError` instead, since the
+    name is probably wrong.
+    """
+
+    code = "missing_value"
+
+
 class ConflictError(HeadraceError):
     """Another writer was first. The message names that writer."""
 

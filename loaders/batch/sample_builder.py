@@ -5,8 +5,9 @@ Purpose: one function that does all the work for a sample, and that any thread m
 Invariants: the result depends only on the plan, the sample's position and the stored bytes. A damaged sample is
 replaced by a substitute from the plan. The rest of the batch and of the order does not change.
 Failure behaviour: only damaged samples (corrupt, unsupported or too large) are replaced. If `MAX_SUBSTITUTES`
-substitutes, or all that exist, are damaged too, `CorruptionError` names the first sample. Other errors, such as an
-unreachable store or wrong credentials, are raised, so a bad network never changes the training data.
+substitutes, or all that exist, are damaged too, `CorruptionError` names the first sample. If all of them lack a value
+that a field names, it is a `UsageError`. Other errors, such as an unreachable store or wrong credentials, are raised, so
+a bad network never changes the training data.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from headrace.loaders.interfaces import (
     Processor,
     SampleRef,
 )
-from headrace.loaders.quarantine.quarantine import Quarantine
+from headrace.loaders.quarantine.quarantine import Quarantine, misnamed_error
 from headrace.loaders.quarantine.records import SkippedSample
 
 MAX_SUBSTITUTES = 16
@@ -243,6 +244,8 @@ class SampleBuilder:
             if not isinstance(outcome, HeadraceError):
                 return replace(outcome, skipped=tuple(skipped))
             error = outcome
+        if (misnamed := misnamed_error(skipped)) is not None:
+            raise misnamed from first_error
         raise CorruptionError(
             f"sample {ref.sample.key!r} is damaged ({first_error.message}), and so are all samples that could replace it",
             hint="check the dataset with `headrace verify`",

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib import format as npy_format
 
-from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import CorruptionError, MissingValueError, UnsupportedError, UsageError
 from headrace.dataio.core.json import parse_json
 from headrace.dataio.core.limits import MIB, format_bytes
 from headrace.dataio.core.suggestions import suggests_arguments
@@ -141,7 +141,7 @@ class Safetensors(Field):
         if self.name not in entries:
             if not self.required:
                 return None
-            raise CorruptionError(f"{what} has no tensor {self.name!r:.80}", hint=f"it has {listed(entries)}")
+            raise MissingValueError(f"{what} has no tensor {self.name!r:.80}", hint=f"it has {listed(entries)}")
         return converted(read_tensor(contents, start, entries[self.name], what), _name(self.dtype))
 
     def nbytes(self, sample: Sample) -> int:

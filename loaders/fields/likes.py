@@ -102,5 +102,11 @@ def _add_track(name: str, track: Audio, like: str, likes: Likes) -> None:
         raise UsageError(
             f"the fields {likes.tracks[like][0]!r} and {name!r} are both like {like!r}", hint="leave one out"
         )
+    clip = likes.spec(like).clip
+    if track.seconds is None and clip.fps is None:
+        raise UsageError(
+            f"the audio {name!r} is as long as the clip of {like!r}, whose length without fps differs between videos",
+            hint=f"the clip needs fps, such as Clip({clip.frames}, fps=8), or give Audio(seconds=...)",
+        )
     likes.spec(like, track.spec())  # checks that they are compatible
     likes.tracks[like] = name, track

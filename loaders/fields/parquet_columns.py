@@ -15,13 +15,13 @@ above a limit.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.core.errors import CorruptionError, MissingValueError, UnsupportedError
 from headrace.dataio.core.limits import MIB, format_bytes
 from headrace.loaders.fields.options import NUMPY_DTYPES, listed
 
@@ -56,11 +56,19 @@ class ColumnReader:
         with _arrow_errors(what):
             self._reader = arrow.ParquetReader(data, limits=(_NAME_BYTES, _COLUMNS))
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the columns."""
+        with _arrow_errors(self._what):
+            names: Sequence[str] = self._reader.schema.names
+            return names
+
     def read(self, names: Collection[str]) -> dict[str, Array]:
         """Return columns by name: (rows, ...).
 
         Raises:
-            CorruptionError: the file is damaged, lacks a column, or a column has nulls.
+            MissingValueError: the file lacks a column.
+            CorruptionError: the file is damaged, has several columns of a name, or a column has nulls.
             UnsupportedError: a column has no numbers or lists of different lengths, or the columns are too large.
         """
         from headrace.dataio.shards.index import arrow
@@ -69,10 +77,10 @@ class ColumnReader:
         with _arrow_errors(what):
             known = reader.schema
             for name in names:
+                if name not in known.names:
+                    raise MissingValueError(f"{what} has no column {name!r:.80}", hint=f"it has {listed(known.names)}")
                 if known.get_field_index(name) < 0:
-                    raise CorruptionError(
-                        f"{what} has no column {name!r:.80}, or several", hint=f"it has {listed(known.names)}"
-                    )
+                    raise CorruptionError(f"{what} has several columns {name!r:.80}")
                 _check_type(known.field(name).type, reader.metadata.num_rows, f"{what} has a column {name!r:.80}")
                 if below := [other for other in known.names if other.startswith(f"{name}.")]:
                     raise UnsupportedError(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import CorruptionError, MissingValueError, UnsupportedError, UsageError
 from headrace.dataio.core.suggestions import suggests_arguments
 from headrace.dataio.shards.sample import Sample
 from headrace.loaders.clip import TOLERANCE
@@ -69,7 +69,8 @@ class Rows(Field):
         offsets (Sequence[float] | None): take the rows at these seconds after the last frame of the clip, instead of
             those of the frames; also negative ones. Default: None.
         dtype (torch.dtype | str | None): convert the values to this dtype. Default: None, the file's dtype.
-        required (bool): leave out samples that lack the file. Default: True.
+        required (bool): leave out samples that lack the file. Default: True. A file without the column is a bad sample;
+            with `required=False`, the sample has no value.
 
     Raises:
         UsageError: an option is invalid, or the loader has no `Video` field called `like`.
@@ -131,7 +132,10 @@ class Rows(Field):
 
     def decode(self, data: FieldInput) -> Any:
         what = f".{self.file}"
-        values, times = _table(self, data, what)
+        table = _table(self, data, what)
+        if not self.required and self.column is not None and not table.has(self.column):
+            return None if self.offsets is None else (None, self.entries)
+        values, times = _values_and_times(self, table, what)
         if not len(values):
             raise CorruptionError(f"{what} has no rows")
         clock = _TimesClock(times, len(values), what) if self.rate is None else _RateClock(len(values), self.rate)
@@ -177,20 +181,31 @@ class _Table:
             self._columns |= {name: self._read(name) for name in missing}
         return [self._columns[name] for name in names]
 
+    def has(self, name: str) -> bool:
+        """Whether the file has this column or tensor."""
+        if self._parquet is not None:
+            return name in self._parquet.names
+        return self._tensors is not None and name in self._tensors[0]
+
     def _read(self, name: str) -> Any:
         if self._tensors is None:
             return read_npy(self._data, self._what)
         entries, start = self._tensors
         if name not in entries:
-            raise CorruptionError(f"{self._what} has no tensor {name!r:.80}", hint=f"it has {listed(entries)}")
+            raise MissingValueError(f"{self._what} has no tensor {name!r:.80}", hint=f"it has {listed(entries)}")
         return read_tensor(self._data, start, entries[name], self._what)
 
 
-def _table(rows: Rows, data: FieldInput, what: str) -> tuple[Any, npt.NDArray[Any] | None]:
-    """The values, (rows, ...), and the times. None if there is a rate."""
-    table = data.shared.get((Rows, rows.file))
+def _table(rows: Rows, data: FieldInput, what: str) -> _Table:
+    """The parsed file, which the fields of a sample share."""
+    table: _Table | None = data.shared.get((Rows, rows.file))
     if table is None:
         table = data.shared[Rows, rows.file] = _Table(rows.file, data.files[rows.file], what)
+    return table
+
+
+def _values_and_times(rows: Rows, table: _Table, what: str) -> tuple[Any, npt.NDArray[Any] | None]:
+    """The values, (rows, ...), and the times. None if there is a rate."""
     names = [rows.column or ""] if rows.rate else [rows.column or "", rows.time]
     values, times = [*table.columns(*names), None][:2]
     if not values.ndim:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
-from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import CorruptionError, MissingValueError, UnsupportedError, UsageError
 from headrace.dataio.core.json import parse_json
 from headrace.dataio.core.limits import SAMPLE_JSON_BYTES, format_bytes
 from headrace.dataio.core.suggestions import suggests_arguments
@@ -134,7 +134,7 @@ class Text(Field):
         document = read_json(data.files[str(self.file)], what)
         try:
             value = value_at(document, self.path, what)
-        except CorruptionError:
+        except MissingValueError:
             if self.required:
                 raise
             return None
@@ -253,7 +253,7 @@ class Json(Field):
         value = read_json(data.files[self.file], what)
         try:
             found = value_at(value, self.path, what)
-        except CorruptionError:
+        except MissingValueError:
             if self.required:
                 raise
             return None
@@ -369,8 +369,7 @@ def value_at(value: Any, path: str, what: str = "the JSON") -> Any:
     """The value at `path`.
 
     Raises:
-        CorruptionError: the document does not have this path. The message names the part that is missing, and the names
-            that exist.
+        MissingValueError: the document does not have this path. The hint has the names that exist where it ends.
     """
     passed = ""
     for step in _steps(path):
@@ -386,15 +385,15 @@ def value_at(value: Any, path: str, what: str = "the JSON") -> Any:
     return value
 
 
-def _missing(path: str, passed: str, value: Any, what: str) -> CorruptionError:
+def _missing(path: str, passed: str, value: Any, what: str) -> MissingValueError:
     where = f"{passed!r:.80}" if passed else "the document"
     if isinstance(value, dict):
-        has = f"the names {listed(value)}"
+        has = f"has {listed(value)}"
     elif isinstance(value, list):
-        has = f"a list of {len(value)}"
+        has = f"is a list of {len(value)}"
     else:
-        has = "null" if value is None else f"one {type(value).__name__}"
-    return CorruptionError(f"{what} has no {path!r:.80}", hint=f"{where} is {has}")
+        has = "is null" if value is None else f"is one {type(value).__name__}"
+    return MissingValueError(f"{what} has no {path!r:.80}", hint=f"{where} {has}")
 
 
 _REAL = tuple(name for name in ITEM_BYTES if not name.startswith("complex") and name != "float8_e8m0fnu")

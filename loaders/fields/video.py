@@ -109,6 +109,12 @@ class Video:
         checked("required", self.required, bool)
         if self.file is not None:
             name: str = checked("file", self.file, str, 'an extension, such as "cam1.mp4"').removeprefix(".").lower()
+            if name.rpartition(".")[2] in IMAGE_EXTENSIONS:
+                raise UsageError(
+                    f"file={self.file!r:.200} is an image, and the index describes only further videos of a sample",
+                    hint=f'without file, Image takes the image of a sample without a video; Bytes("{name:.80}") delivers '
+                    "the file as it is",
+                )
             if name.rpartition(".")[2] not in VIDEO_EXTENSIONS:
                 raise UsageError(
                     f"file={self.file!r:.200} is not a video file of a sample",

@@ -11,7 +11,8 @@ Invariants:
   Other clips of the same video may be intact, and this rank does not know which parts of it other ranks read.
 
 Failure behaviour: `CorruptionError` if more than `limit` samples were skipped, since the cause is then not a single
-sample. Each sample is logged once.
+sample. `UsageError` if the first samples, more than `limit` or `TRIES`, all lack a value that a field names. Each sample
+is logged once.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from headrace.dataio.core import metrics
-from headrace.dataio.core.errors import CorruptionError, HeadraceError, UsageError
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, MissingValueError, UsageError
 from headrace.dataio.core.log import get_logger
 from headrace.loaders.interfaces import SampleRef
 from headrace.loaders.quarantine.records import SkippedSample
 from headrace.loaders.validation import checked
 
+TRIES = 16
+"""If the first samples, more than this, all lack a value that a field names, the field probably names it wrongly."""
 _log = get_logger(__name__)
 
 
@@ -40,6 +43,22 @@ def skips_allowed(limit: float, samples: int) -> int:
     if not 0 <= limit < math.inf or (limit >= 1 and limit != int(limit)):
         raise UsageError(f"max_bad_samples={limit!r} is neither a share nor a number", hint="use 0.01, or 100")
     return math.ceil(limit * samples) if 0 < limit < 1 else int(limit)
+
+
+def misnamed_error(skipped: Sequence[SkippedSample]) -> UsageError | None:
+    """The error if all of these samples lack a value that a field names. None if there is another cause, or no sample.
+
+    Args:
+        skipped: all samples that were tried. No other sample was found.
+    """
+    if not skipped or any(one.code != MissingValueError.code for one in skipped):
+        return None
+    first, plural = skipped[0], "s" if len(skipped) > 1 else ""
+    return UsageError(
+        f"the loader tried {len(skipped)} sample{plural}, and none has the value that a field names; the first one, "
+        f"{first.key!r}: {first.reason}",
+        hint="correct the name in the field, or give the field required=False, which keeps such samples",
+    )
 
 
 class Quarantine:
@@ -64,6 +83,7 @@ class Quarantine:
         self._delivered: dict[tuple[int, int], SkippedSample] = {}
         self._loaded: frozenset[tuple[int, int]] = frozenset()
         self._remembered = set[tuple[int, int]]()
+        self._found_good, self._tries = False, TRIES
 
     def mark_bad(self, ref: SampleRef, error: HeadraceError) -> None:
         """Mark the sample as known bad. It is not read again, and is listed when its batch is delivered.
@@ -79,8 +99,19 @@ class Quarantine:
             return listed
         return self._known_bad.get((ref.source, ref.sample.id))
 
-    def deliver(self, skipped: Iterable[SkippedSample], epoch: int = 0) -> None:
-        """Record the samples that were skipped for the batch that the trainer receives now."""
+    def deliver(self, skipped: Iterable[SkippedSample], epoch: int = 0, *, has_samples: bool = True) -> None:
+        """Record the samples that were skipped for the batch that the trainer receives now.
+
+        Args:
+            skipped: these samples.
+            epoch: epoch of the batch.
+            has_samples: whether the batch has any sample.
+
+        Raises:
+            CorruptionError: more samples than the limit were skipped.
+            UsageError: all samples so far lack a value that a field names, and they are more than the limit or `TRIES`.
+        """
+        self._found_good |= has_samples
         for sample in skipped:
             metrics.quarantined_samples.labels(sample.code).inc()
             key = (sample.source, sample.id)
@@ -94,6 +125,9 @@ class Quarantine:
                 self._delivered[key] = sample
                 if sample.permanent and self._remember is not None and self._remember(sample, epoch):
                     self._remembered.add(key)
+        has_tried_enough = not self._found_good and len(self._delivered) > min(self._limit, self._tries)
+        if has_tried_enough and (misnamed := misnamed_error(self.skipped)) is not None:
+            raise misnamed
         if len(self._delivered) > self._limit:
             last = next(reversed(self._delivered.values()))
             raise CorruptionError(
@@ -120,3 +154,4 @@ class Quarantine:
         with self._lock:
             self._known_bad = known_bad
         self._delivered, self._loaded, self._remembered = {}, frozenset(state), set()
+        self._tries = self._limit  # a resumed run must not end where the other run continued

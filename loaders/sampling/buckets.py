@@ -286,7 +286,8 @@ class Bucketed:
         made = cls(orders, there, short(key_of(*numbers)), drop_last, seed)
         if not made.batches:
             raise UsageError(
-                "no bucket has enough clips for a whole batch", hint="lower the budget, or give drop_last=False"
+                "no bucket has enough clips for a whole batch",
+                hint="lower the budget, use fewer buckets, or give drop_last=False",
             )
         return made
 

@@ -3,7 +3,8 @@
 It reports the quality of the shuffle, the number of reads, and how evenly sources are mixed, also within buckets.
 
 Invariants: the command reads the index and no media files. Standard output holds only results.
-Failure behaviour: errors are raised, and `headrace.dataio.cli` reports them.
+Failure behaviour: errors are raised, and `headrace.dataio.cli` reports them. If no bucket fills a batch, the results are
+printed before the error; with `--json` they hold it as "error".
 """
 
 from __future__ import annotations
@@ -152,14 +153,17 @@ def order(args: argparse.Namespace) -> int:
         with Dataset(url, args.version, trust_mounts=args.trust_mounts) as dataset:
             chosen = dataset if args.where is None else dataset.where(args.where)
             qualities.append(_measure(chosen, args))
-            sizes[url] = Population(len(chosen), chosen.total_bytes / len(chosen))
+            clips = len(chosen)
             if buckets is not None:
                 cells[url], images[url] = _count_by_bucket(chosen, buckets, args)
+                clips = sum(cell.samples for cell in cells[url])
+            sizes[url] = Population(clips, chosen.total_bytes / len(chosen))
     mixed = _measure_mixture(sizes, args) if len(args.datasets) > 1 else None
     shaped = None if buckets is None else _measure_buckets(buckets, cells, images, args)
+    error = None if shaped is None or shaped.balances else _no_batch_error(shaped)
     if args.json:
-        print_json(_json(qualities, mixed, shaped))
-        return 0
+        print_json(_json(qualities, mixed, shaped, error))
+        return 0 if error is None else error.exit_code
     for url, quality in zip(args.datasets, qualities, strict=True):
         print(f"{url}: ", end="")
         _print_quality(quality)
@@ -168,6 +172,8 @@ def order(args: argparse.Namespace) -> int:
     if buckets is not None and shaped is not None:
         _print_buckets(buckets, shaped, buckets.batches(args.frames))
         _print_left_out(args.datasets, shaped)
+    if error is not None:
+        raise error
     return 0
 
 
@@ -203,8 +209,12 @@ def _suggest_buckets(args: argparse.Namespace) -> int:
     return 0
 
 
-def _json(qualities: Sequence[Quality], mixed: Balance | None, shaped: _InBuckets | None) -> dict[str, Any]:
+def _json(
+    qualities: Sequence[Quality], mixed: Balance | None, shaped: _InBuckets | None, error: UsageError | None
+) -> dict[str, Any]:
     buckets = dict[str, Any]()
+    if error is not None:
+        buckets["error"] = {"code": error.code, "message": error.message, "hint": error.hint}
     if shaped is not None:
         buckets["buckets"] = [{**dataclasses.asdict(one), "clips": shaped.clips[one.bucket]} for one in shaped.balances]
         small = [dataclasses.asdict(one) for one in shaped.small]
@@ -237,6 +247,8 @@ def _count_by_bucket(dataset: Dataset, buckets: Buckets, args: argparse.Namespac
     chosen = buckets.assign(tall, wide, frames[has_video].astype(np.float64), args.frames)
     mean_bytes = dataset.total_bytes / len(dataset)
     cells = [Population(int((chosen == bucket).sum()), mean_bytes) for bucket in range(len(buckets.buckets))]
+    if not len(chosen):
+        raise UsageError(f"{dataset.url} holds no video to put into buckets", hint="name datasets of videos")
     return cells, int(left_out.sum())
 
 
@@ -244,24 +256,28 @@ def _measure_buckets(
     buckets: Buckets, cells: Mapping[str, list[Population]], images: Mapping[str, int], args: argparse.Namespace
 ) -> _InBuckets:
     """Measure the buckets. With one dataset, a loader never delivers a bucket with fewer clips than a batch."""
-    from headrace.loaders.sampling.never_delivered import list_small_buckets, small_buckets
+    from headrace.loaders.sampling.never_delivered import small_buckets
 
-    for url, row in cells.items():
-        if not any(cell.samples for cell in row):
-            raise UsageError(f"{url} holds no video to put into buckets", hint="name datasets of videos")
     clips = [sum(cell.samples for cell in column) for column in zip(*cells.values(), strict=True)]
     small = small_buckets(buckets.names(), clips, buckets.batches(args.frames)) if len(cells) == 1 else []
     never = {one.bucket for one in small}
     if never.issuperset(bucket for bucket, count in enumerate(clips) if count):
-        raise UsageError(
-            f"no bucket has enough clips for a whole batch: {list_small_buckets(small)}",
-            hint="lower --budget or --batch, or give fewer buckets",
-        )
+        return _InBuckets(clips, [], small, images)
     delivered = {
         url: [Population(0) if bucket in never else cell for bucket, cell in enumerate(row)]
         for url, row in cells.items()
     }
     return _InBuckets(clips, _measure_mixed_buckets(buckets, delivered, args), small, images)
+
+
+def _no_batch_error(shaped: _InBuckets) -> UsageError:
+    """The error of buckets of which none fills a batch. A loader with these buckets stops with it, too."""
+    from headrace.loaders.sampling.never_delivered import list_small_buckets
+
+    return UsageError(
+        f"no bucket has enough clips for a whole batch: {list_small_buckets(shaped.small)}",
+        hint="lower --budget or --batch, use fewer buckets, or give the loader drop_last=False",
+    )
 
 
 def _measure_mixed_buckets(

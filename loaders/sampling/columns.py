@@ -133,17 +133,6 @@ def samples_and_missing(dataset: Dataset, condition: AllOf) -> tuple[SampleIds, 
     return ids_from(arrays, len(dataset)), missing
 
 
-def samples_with(dataset: Dataset, condition: HasValue, what: str) -> SampleIds:
-    """The ids of the samples for which `condition` holds. `what` describes them in the error if there are none."""
-    ids = samples_where(dataset, condition)
-    if not len(ids):
-        hint = "`headrace info` lists its contents" + (
-            "; images are clips of one frame: Clip(frames=1)" if condition.without else ""
-        )
-        raise UsageError(f"{dataset.url} has no {what}", hint=hint)
-    return ids
-
-
 def _samples_that_hold(dataset: Dataset, condition: AllOf) -> Arrays:
     """The arrays of the ids, and `_MISSING`: for each part, the number of samples for which it does not hold.
 

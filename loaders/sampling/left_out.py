@@ -1,8 +1,9 @@
-"""The samples that have all files of a loader's fields. The log says how many samples are left out, and why.
+"""The samples that have all that a loader needs of them. The log says how many samples are left out, and why.
 
-Purpose: a sample without a required file is left out of an epoch. A mistyped extension, or a file that a job did not
-write, would otherwise shorten the epoch without a trace.
-Invariant: one warning of the job for each file that samples lack, and it is logged once.
+Purpose: a sample without a required file, video or sound is left out of an epoch. A mistyped extension, or a file that a
+job did not write, would otherwise shorten the epoch without a trace.
+Invariant: one warning of the job for each file or medium that samples lack, and one for images that are left out. Each
+is logged once.
 Failure behaviour: `UsageError` if no sample is left. It names the files that the samples lack, and those that exist.
 """
 
@@ -14,6 +15,7 @@ from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders.sampling.columns import AllOf, HasFiles, HasValue, samples_and_missing
+from headrace.loaders.sampling.never_delivered import warn_of_images
 from headrace.loaders.sampling.sample_ids import SampleIds
 
 MAX_SHOWN = 64
@@ -34,16 +36,22 @@ def samples_with_all(
     Args:
         dataset: the dataset or view.
         conditions: one for each file or content that a sample must have.
-        optional: conditions whose warning says that `required=False` keeps the samples.
+        optional: conditions of fields that may have `required=False`, which the warning then names.
         wanted: what the error says that no sample has. Default: the files.
 
     Raises:
         UsageError: no sample meets all conditions, or the dataset has no sample.
     """
-    ids, missing = samples_and_missing(dataset, AllOf(tuple(conditions)))
+    all_of = AllOf(tuple(conditions))
+    ids, missing = samples_and_missing(dataset, all_of)
     if not len(ids):
         raise _none_left(dataset, conditions, missing, wanted)
+    images = warn_of_images(dataset, all_of, len(ids))
     for condition, count in missing.items():
+        if isinstance(condition, HasValue) and condition.without:
+            count -= images  # the images have a warning of their own
+        if not count:
+            continue
         hint = "; required=False keeps them" if condition in optional else ""
         samples = f"{count:,} of {len(dataset):,} samples of {dataset.url}"
         warn_once(_log, f"{samples} lack {_name(condition)} and are left out{hint}", "job")
@@ -65,9 +73,14 @@ def _none_left(
             f"{count:,} of {total:,} samples lack {_name(condition)}" for condition, count in missing.items()
         )
     there = ", ".join(f".{ext}" for ext in _extensions_in(dataset)[:MAX_SHOWN]) or "no files"
-    return UsageError(
-        problem, hint=f"there are: {there}" + ("; fields with required=False leave no sample out" if wanted else "")
-    )
+    hints = [f"there are: {there}"]
+    if HasValue("text") in absent:
+        hints.append("captions in .json files need `headrace pack` or `headrace index` with --text-field NAME")
+    if any(isinstance(condition, HasValue) and condition.without for condition in conditions):
+        hints.append("images are clips of one frame: Clip(frames=1)")
+    if wanted:
+        hints.append("fields with required=False leave no sample out")
+    return UsageError(problem, hint="; ".join(hints))
 
 
 def _name(condition: HasFiles | HasValue) -> str:

@@ -73,7 +73,7 @@ def warn_of_small_buckets(url: str, small: Sequence[SmallBucket]) -> None:
         warn_once(_log, describe_small_buckets(url, small), "job")
 
 
-def images_left_out(dataset: Dataset, condition: HasValue | AllOf, taken: int) -> int:
+def images_left_out(dataset: Dataset, condition: AllOf, taken: int) -> int:
     """The number of samples that meet `condition`, apart from being images.
 
     Args:
@@ -81,9 +81,8 @@ def images_left_out(dataset: Dataset, condition: HasValue | AllOf, taken: int) -
         condition: the loader's condition. It excludes images if one of its parts has `without`.
         taken: number of samples that meet `condition`.
     """
-    parts = condition.conditions if isinstance(condition, AllOf) else (condition,)
-    relaxed = tuple(_with_images(part) for part in parts)
-    if relaxed == parts or taken == len(dataset):
+    relaxed = tuple(_with_images(part) for part in condition.conditions)
+    if relaxed == condition.conditions or taken == len(dataset):
         return 0
     return len(samples_where(dataset, AllOf(relaxed))) - taken
 
@@ -96,10 +95,14 @@ def describe_images(url: str, images: int) -> str:
     )
 
 
-def warn_of_images(dataset: Dataset, condition: HasValue | AllOf, taken: int) -> None:
-    """Log how many images are left out, once for each job. The arguments are those of `images_left_out`."""
+def warn_of_images(dataset: Dataset, condition: AllOf, taken: int) -> int:
+    """Log how many images are left out, once for each job, and return the number.
+
+    The arguments are those of `images_left_out`.
+    """
     if images := images_left_out(dataset, condition, taken):
         warn_once(_log, describe_images(dataset.url, images), "job")
+    return images
 
 
 def _with_images(part: HasValue | HasFiles) -> HasValue | HasFiles:

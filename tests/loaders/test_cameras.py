@@ -289,7 +289,8 @@ def test_impossible_cameras_are_refused(make: Callable[..., Loader], case: str) 
     ("options", "reason"),
     [
         ({"like": "a", "clip": Clip(2)}, "shows the instants of that field"),
-        ({"file": "cam1.png"}, "is not a video file"),
+        ({"file": "cam1.png"}, r'is an image, and the index describes only further videos.*Bytes\("cam1.png"\)'),
+        ({"file": "cam1.txt"}, "is not a video file"),
         ({"file": ""}, "is not a video file"),
         ({"required": False}, "required=False is for a field with file="),
         ({"required": 1}, "required"),

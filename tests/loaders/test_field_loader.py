@@ -435,7 +435,10 @@ def test_none_is_a_value_of_lists_and_of_optional_fields_only(make: Callable[...
         ({"audio": Audio(like="video")}, "is like 'video', which is not a Video or Image field"),
         ({"v": Video(Clip(2, fps=8)), "a": Audio(like="v"), "b": Audio(like="v")}, "are both like 'v'"),
         ({"v": Video(Clip(2, per_video=2)), "w": Video(Clip(3))}, "several parts of a sample"),
-        ({"v": Video(Clip(2)), "a": Audio(like="v")}, "the length of the sound is open"),
+        (
+            {"v": Video(Clip(2)), "a": Audio(like="v")},
+            r"'a' is as long as the clip of 'v', .*the clip needs fps, such as Clip\(2, fps=8\), or give Audio\(seconds",
+        ),
         ({"nothing": Points(files=("zip",))}, "has no sample with all of 'nothing'"),
     ],
 )

@@ -200,6 +200,6 @@ def test_pictures_next_to_videos_are_clips_of_one_frame(kind: str, tmp_path: Pat
             assert f"decoder: {'libjpeg-turbo' if kind == 'jpg' else 'pyav'}" in loader.explain(0)
         with VideoLoader(packed, 1, clip=Clip(2), **options) as loader:
             assert [batch["key"] for batch in loader] == [["b"]]  # a still is no clip of several frames
-        with pytest.raises(UsageError, match="no video") as caught:
+        with pytest.raises(UsageError, match="no sample with a video") as caught:
             VideoLoader(packed.where("key = 'a'"), 1, clip=Clip(2), **options)
         assert "Clip(frames=1)" in caught.value.hint

@@ -444,7 +444,7 @@ def test_a_dataset_that_is_not_there_or_holds_no_video_is_refused(
 ) -> None:
     with pytest.raises(NotFoundError):
         make(str(tmp_path / "nothing"))
-    with pytest.raises(UsageError, match="no video"):
+    with pytest.raises(UsageError, match="no sample with a video"):
         make(pack([media / "action.wav"], tmp_path / "sound", workers=1))
 
 

@@ -32,7 +32,7 @@ from headrace.dataio.shards.versions import history, paging
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.store.wrappers import Wrapper
-from headrace.loaders.sampling.columns import HasValue, samples_with
+from headrace.loaders.sampling.columns import HasValue, samples_where
 from tests.support.indexed_datasets import SHARD_BYTES
 
 CLIPS_PER_SHARD = 1000
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _, found["first_batch_of_64"] = measured(store, lambda: dataset.samples(numbers))
         parts = min(args.column_parts, len(dataset.document.index))
         found["column_frames"] = column_cost(store, dataset, parts)
-        found["ids_of_all_bytes"] = samples_with(dataset, HasValue("video_ext"), "video").nbytes
+        found["ids_of_all_bytes"] = samples_where(dataset, HasValue("video_ext")).nbytes
         found["where_half_bytes_per_sample"] = half_selected()
     print(json.dumps(found))
 

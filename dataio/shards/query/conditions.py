@@ -11,7 +11,7 @@ Invariants:
   not count strings.
 
 Failure behaviour: a text that is not a condition raises `UsageError`, which quotes it. For an unknown column, the error
-suggests similar names.
+suggests similar names. A name of both a column and a field means the column, and one warning names `fields.NAME`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import contextlib
 import difflib
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.core.imports import naming_extras
+from headrace.dataio.core.log import get_logger, warn_once
 
 TEXT_BYTES = 16 << 10
 GROWTH = 64
@@ -35,6 +36,8 @@ ROW = "__row"
 """The column with the row numbers. A promoted field with this name is available only as `fields."__row"`."""
 _SIMILAR = 0.75
 """The least similarity of a name that an error suggests, from 0 to 1."""
+_TWO_MEANINGS = "a condition names {0!r}, which is the index's column; the field of the samples' JSON is 'fields.{1}'"
+_log = get_logger(__name__)
 _EXAMPLE = "write one SQL expression, such as: duration > 2 and height >= 720 (see headrace filter --help)"
 
 COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -165,10 +168,22 @@ def parse(connection: Any, text: str, fields: Mapping[str, str]) -> Predicate:
         entries = ", ".join(f"{_quoted(name)} := {_extract(name, fields[name])}" for name in sorted(json_fields))
         expressions.append(f"struct_pack({entries}) AS fields")
         index_columns.add("fields")
+    _warn_of_two_meanings(used, fields)
     inner = ", ".join([ROW, *expressions])
     return Predicate(
         text, tuple(sorted(index_columns)), f"SELECT __row FROM (SELECT {inner} FROM part) WHERE (\n{text}\n)"
     )
+
+
+def _warn_of_two_meanings(used: Iterable[str], fields: Mapping[str, str]) -> None:
+    """Log once for each of these columns that a field of the samples' JSON has its name.
+
+    `used` are names in lower case. `caption` has its own rule: it is the sample's text, which is often that field.
+    """
+    for name in sorted(COLUMNS.keys() & set(used) - {"caption"}):
+        for field in fields:
+            if field.lower() == name:
+                warn_once(_log, _TWO_MEANINGS.format(name, field), per="job")
 
 
 def quote(text: str) -> str:

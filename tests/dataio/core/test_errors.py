@@ -20,6 +20,7 @@ CODES = {
     "DeadlineError": ("deadline", 3),
     "SlowDownError": ("slow_down", 3),
     "CorruptionError": ("corruption", 4),
+    "MissingValueError": ("missing_value", 4),
     "ConflictError": ("conflict", 5),
     "CapacityError": ("capacity", 6),
 }

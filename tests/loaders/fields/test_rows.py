@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, MissingValueError, UnsupportedError, UsageError
 from headrace.dataio.shards.sample import Member, Sample
 from headrace.loaders.clip import ClipTimes
 from headrace.loaders.fields import arrays, parquet_columns, rows
@@ -59,7 +59,7 @@ def tensors(**values: Any) -> bytes:
 
 def parquet(table: Any, **options: Any) -> bytes:
     target = io.BytesIO()
-    pq.write_table(pa.table(table), target, **options)
+    pq.write_table(table if isinstance(table, pa.Table) else pa.table(table), target, **options)
     return target.getvalue()
 
 
@@ -152,6 +152,27 @@ def test_a_clip_before_the_first_row_makes_a_bad_sample() -> None:
 
 
 NAN = np.where(TIMES > 1, np.nan, TIMES)
+
+
+def test_a_table_without_the_column_has_no_value_if_the_field_is_optional() -> None:
+    for data, file in ((tensors(s=VALUES), "r.safetensors"), (parquet({"s": TIMES}), "r.parquet")):
+        given = given_input(field := Rows(file, "state", like="front", required=False), data, 0, 200)
+        assert field.decode(given) is None
+        field = Rows(file, "state", like="front", required=False, offsets=[0, 1])
+        value, entries = field.decode(given)
+        assert value is None
+        assert entries["pad"].tolist() == [True, True]
+        with pytest.raises(MissingValueError, match="it has 's'"):
+            Rows(file, "state", like="front", rate=5).decode(given)
+
+
+def test_two_columns_of_one_name_are_damage() -> None:
+    table = pa.Table.from_arrays([pa.array(TIMES)] * 2, ["state", "state"])
+    field = Rows("r.parquet", "state", like="front", rate=5, required=False)
+    with pytest.raises(CorruptionError, match="has several columns 'state'"):
+        field.decode(given_input(field, parquet(table), 0))
+
+
 DAMAGED: dict[str, tuple[str, bytes, str]] = {
     "no such tensor": ("safetensors", tensors(s=VALUES), "has no tensor 'state'"),
     "no times": ("safetensors", tensors(state=VALUES), "has no tensor 'timestamp'"),

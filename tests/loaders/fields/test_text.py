@@ -110,11 +110,11 @@ def test_an_impossible_path_is_refused_when_the_field_is_made(path: str) -> None
 @pytest.mark.parametrize(
     ("path", "where"),
     [
-        ("lens", "the document is the names 'camera', 'none', 'tracks'"),
-        ("camera.position", "'camera' is the names 'focal length', 'pose'"),
+        ("lens", "the document has 'camera', 'none', 'tracks'"),
+        ("camera.position", "'camera' has 'focal length', 'pose'"),
         ("tracks[2].box", "'tracks' is a list of 2"),
         ("tracks.box", "'tracks' is a list of 2"),
-        ("camera[0]", "'camera' is the names"),
+        ("camera[0]", "'camera' has 'focal"),
         ("tracks[0].label.x", "'tracks\\[0\\].label' is one str"),
         ("none.x", "'none' is null"),
     ],

@@ -24,7 +24,7 @@ from headrace.loaders.sampling.columns import (
     bucket_numbers,
     column,
     counts_by_bucket,
-    samples_with,
+    samples_where,
     small_numbers,
 )
 from headrace.loaders.sampling.sample_ids import AllIds, BucketNumbers, ListedIds, bucket_ends
@@ -61,7 +61,7 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Dataset
 
 def everything(dataset: Dataset) -> list[Any]:
     """All that a loader computes from columns, as lists."""
-    ids = samples_with(dataset, HasValue("video_ext"), "video")
+    ids = samples_where(dataset, HasValue("video_ext"))
     rows = np.arange(len(ids))
     few, many = (small_numbers(dataset, ["duration"], ids, Scaled(factor)) for factor in (3, 100))
     chosen = bucket_numbers(dataset, ["height"], ids, InThree(), 3)
@@ -120,7 +120,7 @@ def test_arrays_of_another_version_ids_columns_or_function_are_not_used(
             durations = column(one, "duration", ids)
             for factor in (1, 3):
                 assert small_numbers(one, ["duration"], ids, Scaled(factor)).tolist() == (durations * factor).tolist()
-        videos = samples_with(dataset, HasValue("video_ext"), "video")
+        videos = samples_where(dataset, HasValue("video_ext"))
         for name in ("height", "width", "frames"):
             expected = (column(dataset, name, videos) * 3).tolist()
             assert small_numbers(dataset, [name], videos, Scaled(3)).tolist() == expected
@@ -145,10 +145,10 @@ def test_ids_of_another_column_or_condition_are_not_used(dataset: Dataset, monke
     samples = list(dataset)
     texts = sorted({one.text for one in samples if one.text})
     for left_out in ((), texts[:5], texts[5:9]):
-        ids = samples_with(dataset, HasValue("text", tuple(left_out)), "text")
+        ids = samples_where(dataset, HasValue("text", tuple(left_out)))
         kept = [one.id for one in samples if one.text and one.text not in left_out]
         assert ids.take(np.arange(len(ids))).tolist() == kept
-    sounds = samples_with(dataset, HasValue("audio_ext"), "sound")
+    sounds = samples_where(dataset, HasValue("audio_ext"))
     assert sounds.take(np.arange(len(sounds))).tolist() == [one.id for one in samples if one.audio]
 
 
@@ -223,7 +223,7 @@ class OtherBuckets(Buckets):
 def test_the_results_of_other_classes_are_not_shared(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_arrays, "SHARED_SAMPLES", 0)
     monkeypatch.setattr(columns, "_OWN_PACKAGES", ("headrace.",))
-    videos = samples_with(dataset, HasValue("video_ext"), "video")
+    videos = samples_where(dataset, HasValue("video_ext"))
     folder = Path(os.environ["TMPDIR"], f"headrace-{os.geteuid()}", "arrays")
     works = len(list(folder.iterdir()))
     shapes = (Bucket((16, 16)), Bucket((32, 32)))
@@ -236,11 +236,11 @@ def test_the_results_of_other_classes_are_not_shared(dataset: Dataset, monkeypat
 
 def test_a_function_that_its_repr_does_not_describe_is_refused(dataset: Dataset) -> None:
     with pytest.raises(TypeError, match="is not a dataclass"):
-        small_numbers(dataset, ["duration"], samples_with(dataset, HasValue("video_ext"), "video"), np.floor)
+        small_numbers(dataset, ["duration"], samples_where(dataset, HasValue("video_ext")), np.floor)
 
 
 def test_a_whole_column_is_in_the_order_of_the_ids(dataset: Dataset) -> None:
-    ids = samples_with(dataset, HasValue("video_ext"), "video")
+    ids = samples_where(dataset, HasValue("video_ext"))
     assert column(dataset, "duration", ids).tolist() == [one.duration for one in dataset if one.video]
 
 

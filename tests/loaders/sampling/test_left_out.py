@@ -6,19 +6,23 @@ import io
 import logging
 import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.dataio import index
+from headrace.bench.core.data import make_clip
+from headrace.dataio import index, pack
 from headrace.dataio.core import log
 from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
-from headrace.loaders import FileLoader
+from headrace.loaders import AudioLoader, Clip, FileLoader, VideoLoader
 from headrace.loaders.field_loader import Loader
 from headrace.loaders.fields.audio import Audio
 from headrace.loaders.fields.text import Bytes, Text
 from headrace.loaders.fields.video import Image, Video
+from tests.support.pictures import picture
+from tests.support.written_media import write_wav
 
 SAMPLES = 12
 EMBEDDING, TEXT = Bytes("t5.safetensors"), Text()
@@ -90,6 +94,25 @@ def test_only_one_rank_of_a_job_says_so(
     assert warnings_of(caplog, dataset, logging.DEBUG) == [f"{LACKS_T5}; required=False keeps them"]
 
 
+def test_loaders_of_video_and_audio_say_so_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_wav(tmp_path / "sound.wav", 0.5)
+    make_clip(tmp_path, 0, seconds=1)
+    (tmp_path / "picture.png").write_bytes(picture("png", 64, 48))
+    with pack([tmp_path], tmp_path / "ds", workers=1) as packed:
+        log._logged.clear()
+        with caplog.at_level(logging.WARNING, logger="headrace"):
+            VideoLoader(packed, 1, clip=Clip(2)).close()
+            VideoLoader(packed, 1, clip=Clip(1)).close()
+            AudioLoader(packed, 1).close()
+        assert warnings_of(caplog, packed) == [
+            "1 image of URL are left out, since all clips have several frames. "
+            "Clip(frames=1), or a bucket with frames=1, takes images",
+            "1 of 3 samples of URL lack a video and are left out",
+            "1 of 3 samples of URL lack a video or an image and are left out",
+            "2 of 3 samples of URL lack sound and are left out",
+        ]
+
+
 def test_a_loader_of_files_says_so_too(dataset: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     log._logged.clear()
     with caplog.at_level(logging.WARNING, logger="headrace"):
@@ -110,6 +133,17 @@ def test_an_error_names_the_missing_file_and_those_that_exist(dataset: Dataset, 
     with pytest.raises(UsageError, match=problem) as caught:
         Loader(dataset, 1, fields=fields)
     assert "there are: .class.json, .t5.safetensors, .txt" in str(caught.value)
+
+
+def test_an_error_says_how_captions_of_json_files_are_indexed(dataset: Dataset) -> None:
+    without = dataset.where("caption is null")
+    with pytest.raises(
+        UsageError, match=r"no sample has a caption .*`headrace pack` or `headrace index` with --text-field"
+    ):
+        Loader(without, 1, fields={"text": TEXT})
+    with pytest.raises(UsageError) as caught:
+        Loader(dataset, 1, fields={"text": TEXT, "x": Bytes("x.npy")})
+    assert "--text-field" not in str(caught.value), "some samples have captions"
 
 
 def test_an_error_counts_the_samples_if_no_sample_has_all_files(dataset: Dataset) -> None:

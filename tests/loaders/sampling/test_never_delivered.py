@@ -13,6 +13,7 @@ from headrace.bench.core.data import make_clip
 from headrace.dataio import pack
 from headrace.dataio.cli import main
 from headrace.dataio.core import log
+from headrace.dataio.core.errors import UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.loaders import Bucket, Buckets, Clip, Durations, Image, Loader, Mixture, Video, VideoLoader
 from headrace.loaders.sampling.never_delivered import describe_small_buckets, small_buckets
@@ -86,6 +87,7 @@ def test_images_that_a_loader_without_buckets_leaves_out_are_counted(
     with VideoLoader(mixed, 7, clip=Clip(FRAMES), size=WIDE) as loader:
         assert len(loader) == 1
     assert [text.startswith(IMAGES.format(mixed.url)) for text in _warnings(caplog)] == [True]
+    assert not [record for record in caplog.records if "lack a video" in record.getMessage()], "counted once"
     log._logged.clear()
     Loader(mixed, 2, fields={"video": Video(Clip(FRAMES), WIDE)}).close()
     assert [text.startswith(IMAGES.format(mixed.url)) for text in _warnings(caplog)] == [True, True]
@@ -122,10 +124,41 @@ def test_order_has_a_row_for_each_bucket_and_names_what_is_left_out(
     assert found["left_out"] == {"images": 4, "buckets": [{"bucket": 1, "name": "64x48", "clips": 2, "batch": 3}]}
 
 
-def test_order_refuses_buckets_that_fill_no_batch(mixed: Dataset, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["order", mixed.url, "--bucket", "48x64", "--bucket", "64x48", "--batch", "9", "--frames", "4"]) == 2
-    error = capsys.readouterr().err
-    assert "no bucket has enough clips for a whole batch: 48x64 has 5, and its global batch 9; 64x48" in error
+def test_order_prints_its_table_before_the_error_of_buckets_that_fill_no_batch(
+    mixed: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = "no bucket has enough clips for a whole batch"
+    arguments = ["order", mixed.url, "--bucket", "48x64", "--bucket", "64x48", "--batch", "9", "--frames", "4"]
+    assert main(arguments) == 2
+    printed, error = capsys.readouterr()
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("48x64", "64x48"))]
+    assert rows == [["48x64", "5", "9", "0.00%"], ["64x48", "2", "9", "0.00%"]]
+    assert "7 clips of" in printed
+    assert f"{problem}: 48x64 has 5, and its global batch 9; 64x48" in error
+    assert "drop_last=False" in error
+    assert main([*arguments, "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert found["buckets"] == []
+    assert [one["clips"] for one in found["left_out"]["buckets"]] == [5, 2]
+    assert found["error"]["message"].startswith(problem)
+    with pytest.raises(UsageError, match=f"{problem} .*drop_last=False"):
+        VideoLoader(mixed, buckets=Buckets(SHAPES.buckets, budget=9 * FRAMES * 48 * 64), clip=Clip(FRAMES))
+
+
+def test_the_shares_of_a_mixture_in_buckets_count_the_clips_that_can_be_delivered(
+    mixed: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(7):
+        make_clip(tmp_path / "media", 20 + number, seconds=1, width=64, height=48)
+    pack([tmp_path / "media"], tmp_path / "set", workers=1).close()
+    shapes = ["--bucket", "48x64", "--bucket", "64x48", "--batch", "2"]
+    urls = [mixed.url, str(tmp_path / "set")]
+    for frames, share in (("4", 7 / 14), ("1", 11 / 18)):  # of seven videos and four images, and of seven videos
+        assert main(["order", *urls, *shapes, "--frames", frames, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["mixture"]["shares"][mixed.url] == pytest.approx(share, abs=1e-4)
+    assert main(["order", *urls, "--batch", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["mixture"]["shares"][mixed.url] == pytest.approx(11 / 18, abs=1e-4)
 
 
 def test_suggested_buckets_are_those_of_the_videos_or_of_images_as_clips_of_one_frame(

@@ -11,13 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from headrace.dataio.core import log
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.query import conditions, open_index, part_writer, tables
 from headrace.dataio.shards.sample import Sample
+from headrace.dataio.shards.versions import history
+from headrace.dataio.shards.versions.documents import Shard, new_document
 from headrace.dataio.store.open import open_store
 from tests.attacks import forge
-from tests.support.indexed_datasets import make
+from tests.support.indexed_datasets import SHARD_BYTES, make, sample
 from tests.support.written_media import MakeClip
 
 
@@ -189,23 +192,41 @@ def test_a_view_may_be_empty_and_keys_outside_it_are_not_found(opened: Dataset) 
 
 
 def test_fields_of_several_types_are_compared_as_text(tmp_path: Path) -> None:
-    from headrace.dataio.shards.query import part_writer
-    from headrace.dataio.shards.versions import documents as versions
-    from headrace.dataio.shards.versions import history
-    from tests.support.indexed_datasets import SHARD_BYTES, sample
-
     store, shard = open_store(tmp_path), "shards/a.tar"
     values = [1, "x", 2.5, None, True, "a/b~c"]
     rows = [sample(n, shard, n, fields={"it": value, "a/b~'": n}) for n, value in enumerate(values)]
     stored = part_writer.store_parts(store, rows, 0)
-    shards = (versions.Shard(key=shard, size=SHARD_BYTES, samples=len(rows)),)
-    history.publish(store, versions.new_document("s", shards, tuple(stored), version=1, parent=None, message=""))
+    shards = (Shard(key=shard, size=SHARD_BYTES, samples=len(rows)),)
+    history.publish(store, new_document("s", shards, tuple(stored), version=1, parent=None, message=""))
     dataset = Dataset(store)
     assert [s.id for s in dataset if s.fields["it"] == "x"] == [1]
     assert list(dataset.where("it = 'x'").keys) == ["k00001"]
     assert list(dataset.where("it is null").keys) == ["k00003"]
     assert list(dataset.where("it = '2.5'").keys) == ["k00002"]
     assert list(dataset.where('"a/b~\'" = 4').keys) == ["k00004"]
+
+
+def test_a_field_with_the_name_of_a_column_has_a_name_of_its_own_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log._logged.clear()
+    store = open_store(tmp_path)
+    rows = [sample(n, "shards/a.tar", n, fields={"width": n, "Height": n, "caption": "x"}) for n in range(4)]
+    stored = part_writer.store_parts(store, rows, 0)
+    shards = (Shard(key="shards/a.tar", size=SHARD_BYTES, samples=len(rows)),)
+    history.publish(store, new_document("s", shards, tuple(stored), version=1, parent=None, message=""))
+    dataset = Dataset(store)
+    assert list(dataset.where("fields.width > 2").keys) == ["k00003"]
+    assert list(dataset.where("fields.height > 1 and caption is not null or true").keys)
+    assert caplog.messages == []
+    widths = [s.video.width for s in dataset if s.video]
+    for _ in range(2):
+        view = dataset.where(f"width >= {min(widths)} and HEIGHT > 0")
+        assert [s.key for s in view] == [s.key for s in dataset if s.video]
+    assert caplog.messages == [
+        "a condition names 'height', which is the index's column; the field of the samples' JSON is 'fields.Height'",
+        "a condition names 'width', which is the index's column; the field of the samples' JSON is 'fields.width'",
+    ]
 
 
 @pytest.mark.s3
