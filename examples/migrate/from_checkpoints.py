@@ -132,7 +132,9 @@ def import_step(path: Path, url: str, run: str, step: int) -> bool:
         if has_step(url, run, step) == step:
             print(f"step {step}: {path.name} is already there")
             return True
-        print(f"step {step}: {path.name} is left out: the run has step {newest}, and {CANNOT_BE_ADDED};", file=sys.stderr)
+        print(
+            f"step {step}: {path.name} is left out: the run has step {newest}, and {CANNOT_BE_ADDED};", file=sys.stderr
+        )
         print("  to have it all the same, import all steps into another --run", file=sys.stderr)
         return False
     try:
