@@ -125,18 +125,17 @@ def same(one: torch.Tensor, two: torch.Tensor) -> bool:
     return torch.equal(one.contiguous().view(-1).view(torch.uint8), two.contiguous().view(-1).view(torch.uint8))
 
 
+def is_there(path: Path, url: str, run: str, step: int, newest: int) -> bool:
+    """Whether the run has this step, which is not newer than its newest one. Prints the answer."""
+    if has_step(url, run, step) == step:
+        print(f"step {step}: {path.name} is already there")
+        return True
+    print(f"step {step}: {path.name} is left out: the run has step {newest}, and {CANNOT_BE_ADDED}", file=sys.stderr)
+    return False
+
+
 def import_step(path: Path, url: str, run: str, step: int) -> bool:
-    """Import a checkpoint if the run does not have it, and return whether the run has it then."""
-    newest = has_step(url, run, "latest")
-    if step <= newest:
-        if has_step(url, run, step) == step:
-            print(f"step {step}: {path.name} is already there")
-            return True
-        print(
-            f"step {step}: {path.name} is left out: the run has step {newest}, and {CANNOT_BE_ADDED};", file=sys.stderr
-        )
-        print("  to have it all the same, import all steps into another --run", file=sys.stderr)
-        return False
+    """Import a checkpoint, compare it, and return whether the step has all of it."""
     try:
         report = import_checkpoint(path, url, run=run, step=step)
     except (CorruptionError, UnsupportedError, UsageError) as error:
@@ -159,11 +158,13 @@ def main() -> None:
     unsafe = refused(steps)
     if unsafe and not args.skip_refused:
         sys.exit(f"nothing was imported: convert these files, or leave them out with --skip-refused; {CANNOT_BE_ADDED}")
-    complete = not unsafe
+    complete, newest = not unsafe, has_step(args.repository, args.run, "latest")
     for step, path in steps.items():
         if step in unsafe:
             continue
-        if not import_step(path, args.repository, args.run, step):
+        if step <= newest:
+            complete &= is_there(path, args.repository, args.run, step, newest)
+        elif not import_step(path, args.repository, args.run, step):
             complete = False
             if not args.skip_refused:
                 break

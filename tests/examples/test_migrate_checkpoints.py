@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from headrace import Checkpointer, read
+from tests.support import pages
 from tests.support.migrations import SCRIPTS, run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
@@ -121,6 +122,17 @@ def test_files_that_can_run_code_are_named_and_nothing_is_imported_before_they_a
         torch.save(saved | {key: change(saved[key]) for key, change in convert.items()}, folder / name)
     imported(folder, tmp_path / "runs", capsys)
     assert steps_in(tmp_path / "runs") == [1, 2, 3, 4]
+
+
+def test_the_page_shows_what_is_printed_about_a_refused_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {"args": argparse.Namespace(lr=0.1), "loss": np.float64(0.5)}
+    torch.save(saved, tmp_path / "step_900.pt")
+    output = imported(tmp_path, tmp_path / "runs", capsys, code=1)
+    page = pages.ROOT / "docs" / "howto" / "migrate" / "checkpoints.md"
+    (told,) = (block.text for block in pages.blocks(page) if "is refused" in block.text)
+    assert pages.missing(told, output) == []
 
 
 def test_refused_files_can_be_left_out_and_are_not_added_later(
