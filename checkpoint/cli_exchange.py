@@ -21,7 +21,7 @@ from headrace.checkpoint.repository import tag_records
 from headrace.checkpoint.repository.check import step_of
 from headrace.dataio.core.cli import byte_progress, byte_rate, one_line, print_json, print_list
 from headrace.dataio.core.errors import UsageError, translate_os_errors
-from headrace.dataio.core.limits import counted, format_bytes, parse_bytes
+from headrace.dataio.core.limits import counted, format_bytes
 from headrace.dataio.store.base import Store
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 _MAX_RULES = 16 << 20
 _FORMATS = ("hf", "safetensors", "dcp", "torch")
-_FORMATS_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 
 
 def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> None:
@@ -89,12 +88,12 @@ def _export(store: Store, options: argparse.Namespace) -> int:
             run=run,
             step=step,
             tag=tag,
-            format=options.format or _format_of(options.dest),
+            format=options.format,
             include=options.include,
             exclude=options.exclude or (),
             dtype=options.dtype,
             rename=_rules(options.rename),
-            max_shard_size=parse_bytes(options.max_shard_size) if options.max_shard_size else None,
+            max_shard_size=options.max_shard_size,
             rank=options.rank,
             overwrite=options.overwrite,
             progress=progress,
@@ -104,11 +103,6 @@ def _export(store: Store, options: argparse.Namespace) -> int:
     else:
         _print_export(report, time.monotonic() - began)
     return 0
-
-
-def _format_of(dest: str) -> str:
-    """The format of an export by the name of its destination. A name that ends in a slash is that of a folder."""
-    return "hf" if dest.endswith("/") else _FORMATS_BY_SUFFIX.get(Path(dest).suffix, "hf")
 
 
 def _print_export(report: ExportReport, seconds: float) -> None:

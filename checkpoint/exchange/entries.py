@@ -135,12 +135,10 @@ def selected(found: Iterable[Leaf], include: str | Iterable[str] | None, exclude
     return chosen
 
 
-def require_matches(selection: Selection) -> None:
+def require_matches(selection: Selection, hint: str = _PATTERN_HINT) -> None:
     """Raise `UsageError` for patterns that matched no entry."""
     for argument, patterns in selection.unmatched.items():
-        raise UsageError(
-            f"{argument} has patterns without a match: {', '.join(map(repr, patterns[:8]))}", hint=_PATTERN_HINT
-        )
+        raise UsageError(f"{argument} has patterns without a match: {', '.join(map(repr, patterns[:8]))}", hint=hint)
 
 
 @dataclass(slots=True)

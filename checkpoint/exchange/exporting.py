@@ -30,10 +30,12 @@ from headrace.checkpoint.restoring.chunk_reader import LeasedStep
 from headrace.checkpoint.state.build import plain
 from headrace.checkpoint.state.tree import MetaNode, PartsNode, TensorRef, ValueNode, ViewRef, join, tensor_names
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UnsupportedError, UsageError
+from headrace.dataio.core.limits import parse_bytes
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 
 FORMATS = ("safetensors", "hf", "dcp", "torch")
+_FORMATS_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _CONVERTED = {"float64", "float32", "float16", "bfloat16"}
 _SHARD_BYTES = 5_000_000_000
@@ -79,12 +81,12 @@ def export(
     run: str,
     step: int | str = "latest",
     tag: str | None = None,
-    format: str = "hf",
+    format: str | None = None,
     include: str | Iterable[str] | None = None,
     exclude: str | Iterable[str] = (),
     dtype: str | None = None,
     rename: Rename = None,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     rank: int = 0,
     overwrite: bool = False,
     progress: Report | None = None,
@@ -100,8 +102,10 @@ def export(
         run (str): The run's name.
         step (int | str): A step's number, or "latest". Default: "latest".
         tag (str | None): The tag of a step, instead of `step`. Default: None.
-        format (str): "hf" (a folder of weights for transformers, without config.json), "safetensors", "dcp"
-            (torch.distributed.checkpoint) or "torch" (a file that `torch.load(weights_only=True)` reads). Default: "hf".
+        format (str | None): "hf" (a folder of weights for transformers, without config.json), "safetensors", "dcp"
+            (torch.distributed.checkpoint) or "torch" (a file that `torch.load(weights_only=True)` reads). Default: None,
+            which means "safetensors" if `dest` ends in `.safetensors`, "torch" if it ends in `.pt` or `.pth`, and "hf"
+            otherwise.
         include (str | Iterable[str] | None): Patterns of the entries to export, as for `restore`. Default: None. "hf"
             and "safetensors" then export the modules of the state, the other formats export everything.
         exclude (str | Iterable[str]): Patterns of entries to leave out. Default: none.
@@ -109,8 +113,8 @@ def export(
             Default: None, no conversion.
         rename (Mapping[str, str] | Callable[[str], str] | None): New names of entries. A mapping has names, prefixes
             that end in "." or "/", or patterns with `*`. Default: None.
-        max_shard_size (int | None): The largest size of a safetensors file in bytes. Default: None, which means 5 GB
-            for "hf" and one file for "safetensors".
+        max_shard_size (int | str | None): The largest size of a safetensors file, in bytes or as text such as "5GB" or
+            "512MiB". Default: None, which means 5 GB for "hf" and one file for "safetensors".
         rank (int): The rank whose rank-local entries are exported. Default: 0.
         overwrite (bool): Replace files that exist. Default: False.
         progress (Callable[[Progress], object] | None): Called with the bytes that are written. Default: None.
@@ -136,7 +140,8 @@ def export(
         >>> report.tensors, report.files[0].rpartition("/")[2]
         (2, 'model.safetensors')
     """
-    options = _checked(format, include, exclude, dtype, rename, max_shard_size, rank)
+    format = _format_of(dest) if format is None else format
+    options = _checked(format, include, exclude, dtype, rename, _shard_size(max_shard_size), rank)
     target = _target(dest, format)
     with contextlib.ExitStack() as stack:
         store = url if isinstance(url, Store) else stack.enter_context(open_store(url, storage_options=storage_options))
@@ -147,6 +152,21 @@ def export(
             store, opened, plan.files, target, identity=identity, overwrite=overwrite, progress=progress
         )
     return _report(opened, format, target, plan, written)
+
+
+def _format_of(dest: str | os.PathLike[str]) -> str:
+    """The format of an export by the name of its destination. A name that ends in a slash is that of a folder."""
+    text = os.fspath(dest)
+    return "hf" if text.endswith("/") else _FORMATS_BY_SUFFIX.get(Path(text).suffix, "hf")
+
+
+def _shard_size(given: object) -> int | None:
+    if isinstance(given, str):
+        return parse_bytes(given)
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+        hint = 'give a number of bytes, or text such as "5GB"'
+        raise UsageError(f"max_shard_size is {given!r:.60}", hint=hint)
+    return given
 
 
 def _leased(store: Store, run: str, step: int | str) -> LeasedStep:

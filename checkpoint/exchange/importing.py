@@ -13,6 +13,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import msgspec
 import torch
 
 from headrace.checkpoint.exchange import entries, sources
-from headrace.checkpoint.exchange.entries import Rename
+from headrace.checkpoint.exchange.entries import Leaf, Rename
 from headrace.checkpoint.exchange.file_slices import AddressReader, FileSlices, MappedFiles
 from headrace.checkpoint.exchange.sources import Source
 from headrace.checkpoint.exchange.writing import Progress, Report
@@ -39,6 +40,8 @@ from headrace.checkpoint.state.save_plan import PreparedSave, SavePlanner, flatt
 from headrace.dataio.core.errors import ConflictError, TransientError, UsageError, translate_os_errors
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
+
+_MOST_NAMED = 8
 
 
 class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,8 +114,9 @@ def import_checkpoint(
             not stored again. Default: None.
         rename (Mapping[str, str] | Callable[[str], str] | None): New names of the tensors, as for `export`. In a nested
             dict they are paths with slashes. Default: None.
-        exclude (str | Iterable[str]): Patterns of entries to leave out, as for `restore`. Default: none. A pattern
-            without a match is an error.
+        exclude (str | Iterable[str]): Patterns of entries to leave out, as for `restore`. They match the names in the
+            source. For tensors without a structure, a pattern with a slash may also have `entry` in front: "head.*" and
+            "model/head.*" are the same. Default: none. A pattern without a match is an error.
         compression (str): "none", "zstd", "auto" or "delta", as for `Checkpointer`. Default: "none".
         progress (Callable[[Progress], object] | None): Called with the bytes that are stored. Default: None.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
@@ -178,10 +182,7 @@ def _check(run: str, step: int, entry: str, compression: str, rename: Rename) ->
 def _state(found: Source, entry: str, rename: Rename, selection: Selection) -> dict[Any, Any]:
     """The state to save."""
     tensors = found.state | {name: found.state[kept] for name, kept in found.tied.items()}
-    chosen = list(entries.leaves(tensors, lists=False))
-    if selection.exclude and found.format != "dcp":
-        chosen = [leaf for leaf in chosen if selection.selects(leaf.path)]
-    entries.require_matches(selection)
+    chosen = _chosen(found, list(entries.leaves(tensors, lists=False)), entry, selection)
     if not chosen:
         raise UsageError("all entries are excluded", hint="exclude fewer of them")
     if found.is_flat:
@@ -189,6 +190,22 @@ def _state(found: Source, entry: str, rename: Rename, selection: Selection) -> d
     if rename is not None or selection.exclude:
         tensors = entries.nested(chosen, rename)
     return {key: _typed(value) for key, value in tensors.items()}
+
+
+def _chosen(found: Source, all_leaves: list[Leaf], entry: str, selection: Selection) -> list[Leaf]:
+    """The leaves that are not excluded. In a source without a structure, a pattern with a slash names the entry first."""
+    with_entry = replace(selection, exclude=tuple(pattern for pattern in selection.exclude if "/" in pattern))
+
+    def is_chosen(leaf: Leaf) -> bool:
+        known = found.format == "dcp" or selection.selects(leaf.path)  # those of DCP were selected before
+        inside = not found.is_flat or with_entry.selects(entries.join_all((entry, *leaf.keys)))
+        return known and inside
+
+    chosen = [leaf for leaf in all_leaves if is_chosen(leaf)]
+    paths = [f"{leaf.path!r:.100}" for leaf in all_leaves[:_MOST_NAMED]]
+    more = f", and {len(all_leaves) - len(paths)} more" if len(all_leaves) > len(paths) else ""
+    entries.require_matches(selection, f"the source has {', '.join(paths)}{more}")
+    return chosen
 
 
 def _renamed(tensors: dict[str, Any], rename: Rename) -> dict[str, Any]:

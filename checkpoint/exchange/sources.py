@@ -2,13 +2,14 @@
 
 - a safetensors file, or a folder with one, or with shards and their index (`model.safetensors.index.json`)
 - a file of `torch.save`, or a folder with `pytorch_model.bin`, or with shards of it and their index
+- an index itself, or the name that the file would have if it were not divided into shards
 - a folder of torch.distributed.checkpoint (`dcp_source`), or of its writer of safetensors (`hf_shards`)
 
 A tensor of a `Source` is a view of a mapped file, or stands for chunks in several files. It is not read through the
 map: `FileSlices` finds its place in the files, and reads it from there.
 Invariant: no pickled code runs. Files of `torch.save` are read with `weights_only=True`, and DCP's `.metadata` by a reader
 that builds plain values only. An index or a `.metadata` names only files of its own folder. A link in a folder leads only
-into that folder, or into the blobs of a Hugging Face cache.
+into that folder, or into the blobs of a Hugging Face cache. One of several shards is never imported as the whole.
 Failure behaviour: `UsageError` for a source that is not recognised, `UnsupportedError` for one that would run code,
 `CorruptionError` for a damaged one. Each names the file and the next step.
 """
@@ -19,6 +20,7 @@ import contextlib
 import json
 import mmap
 import os
+import re
 import stat
 import warnings
 from dataclasses import dataclass, field
@@ -42,6 +44,8 @@ from headrace.dataio.core.limits import MIB
 
 _MAX_INDEX = 64 * MIB
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_INDEX_OF_BINS = ".bin.index.json"
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.safetensors|\.bin)")
 
 
 @dataclass
@@ -65,8 +69,7 @@ def open_source(path: Path, stack: contextlib.ExitStack, selection: Selection) -
 
     Entries of a folder of DCP that `selection` excludes are not read. Other formats are read whole.
     """
-    if not path.exists():
-        raise NotFoundError(f"{path} does not exist", hint="check the path; a model of a hub must be downloaded first")
+    path = _index_of_missing(path)
     files = _Files(stack)
     if path.is_dir() and (path / METADATA).exists():
         return Source("dcp", *dcp_source.load(path, _inside, stack, selection))
@@ -74,13 +77,39 @@ def open_source(path: Path, stack: contextlib.ExitStack, selection: Selection) -
         return _of_folder(path, files, stack=stack)
     if not path.is_file():
         raise UsageError(f"{path} is not a regular file", hint="give a file or a folder")
-    if torch_source.is_zip(path):
-        return _of_torch(path, files)
     if path.name.endswith(INDEX_SUFFIX):
         return _of_folder(path.parent, files, path.name, stack=stack)
+    if path.name.endswith(_INDEX_OF_BINS):
+        return _of_bins(path.parent, path.name, files)
+    _refuse_shard(path.parent, path.name)
+    if torch_source.is_zip(path):
+        return _of_torch(path, files)
     if path.suffix in _TORCH_SUFFIXES:
         raise torch_source.not_a_zip(path)
     return _of_safetensors("safetensors", [path], files)
+
+
+def _index_of_missing(path: Path) -> Path:
+    """The path, or the index of its shards if there are only these. So the name of an export is that of an import."""
+    if path.exists():
+        return path
+    index = path.with_name(f"{path.name}.index.json")
+    if index.name.endswith((INDEX_SUFFIX, _INDEX_OF_BINS)) and index.exists():
+        return index
+    raise NotFoundError(f"{path} does not exist", hint="check the path; a model of a hub must be downloaded first")
+
+
+def _refuse_shard(folder: Path, name: str) -> None:
+    """Raise `UsageError` for one of several shards. Shards of DCP's writer are refused by `hf_shards.refuse_alone`."""
+    shard = _SHARD.fullmatch(name)
+    if shard is None or int(shard["count"]) < 2 or hf_shards.NAME.fullmatch(name):
+        return
+    index = f"{shard['stem']}{shard['suffix']}.index.json"
+    hint = f"import {folder / index}, which names all of them"
+    if not (folder / index).exists():
+        hint = f"copy or download all of them, and their index {index}"
+    problem = f"{folder / name} is one of {int(shard['count'])} files, and has only a part of the tensors"
+    raise UsageError(problem, hint=hint)
 
 
 class _Files:
@@ -111,9 +140,10 @@ def _of_folder(folder: Path, files: _Files, index: str = "", *, stack: contextli
     if index.endswith(INDEX_SUFFIX):
         return _of_safetensors("hf", *_indexed(folder, index, files))
     if index:
+        _refuse_shard(folder, index)
         return _of_safetensors("hf", [_inside(folder, index)], files)
     if "pytorch_model.bin.index.json" in names:
-        return _of_bins(folder, files)
+        return _of_bins(folder, "pytorch_model.bin.index.json", files)
     if "pytorch_model.bin" in names:
         return _of_torch(_inside(folder, "pytorch_model.bin"), files)
     found = ", ".join(names[:8]) or "nothing"
@@ -221,8 +251,8 @@ def _of_torch(path: Path, files: _Files) -> Source:
     return Source("torch", state, is_flat, files=files.opened)
 
 
-def _of_bins(folder: Path, files: _Files) -> Source:
-    places = _read_index(folder, "pytorch_model.bin.index.json")
+def _of_bins(folder: Path, index: str, files: _Files) -> Source:
+    places = _read_index(folder, index)
     state: dict[Any, Any] = {}
     for name in dict.fromkeys(places.values()):
         path = _inside(folder, name)

@@ -1,8 +1,8 @@
 """Retention policy and collection plan: pure functions that choose the steps to keep and the objects to remove.
 
-Invariant, policy: the newest step of the branch and every step with a matching tag stay. Steps of abandoned branches
-are removed unless a tag names them, but only up to the newest step number of the current branch. So a trainer that
-started by mistake deletes nothing.
+Invariant, policy: the newest step of the branch and every step with a matching tag stay. Steps with a higher number than
+the newest one stay, too, in the branch and in abandoned ones, until the branch has reached their numbers. So a trainer
+that started by mistake, or went back to a low number, deletes nothing that it has not repeated.
 Invariant, plan: an attempt is dead only if its decision is "abort" or if its step has another outcome. That is, COMMIT
 is a tombstone that is not new (`inventory`), or names another complete attempt. All objects of an attempt without a
 decision are kept. Every pack that a manifest of a live attempt names is kept, too. Packs without lease, manifest and
@@ -39,7 +39,10 @@ _RULE_HINT = f'give (name, count, "min" or "max"), such as ("loss", 3, "min"); t
 @suggests_arguments()
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which steps of a run to keep. A step stays if any rule matches; the newest step always stays.
+    """Which steps of a run to keep. A step stays if any rule matches.
+
+    The newest step always stays. After a trainer went back, steps with higher numbers than the newest one stay until it
+    has reached their numbers.
 
     Args:
         last (int | None): Keep the newest `last` steps, those of the newest timeline first. With `last` and `every`
@@ -136,11 +139,11 @@ def steps_to_delete(
     if not keep.selects:
         return set()
     newest = set(branch[: keep.last or 1])
-    abandoned = {name for name in others if branch and name.step <= branch[0].step}
+    reached = {name for name in (*branch, *others) if branch and name.step <= branch[0].step}
     multiples = {name for name in branch if keep.every and name.step % keep.every == 0}
     patterns = (*keep.tags, OF_PUBLISHED)
     named = {name for name, tags in tagged.items() if any(fnmatch.fnmatchcase(t, p) for t in tags for p in patterns)}
-    return {*branch, *abandoned} - newest - multiples - named - best_steps(keep, branch, metadata)
+    return reached - newest - multiples - named - best_steps(keep, branch, metadata)
 
 
 ORPHAN_SECONDS = 7 * 24 * 3600.0

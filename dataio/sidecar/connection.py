@@ -43,6 +43,8 @@ PING_SECONDS = 5.0
 """How long the daemon may be silent while a request or a job is pending, before it is asked for its status."""
 HUNG_SECONDS = 15.0
 """How long the daemon may then stay silent, before the connection is closed."""
+LAST_REPORT_SECONDS = 1.0
+"""How long `close` waits for the daemon to accept the last report."""
 BATCH = 1024
 """Maximum number of files in one message."""
 _TICK = struct.pack("@ll", int(TICK_SECONDS), 0)
@@ -103,7 +105,7 @@ class Sidecar:
         self.touched_files: set[int] = set()
         self.forgotten: Callable[[int], None] = lambda _file: None
         self.reporting: Callable[[], m.Report | None] = lambda: None
-        """Returns the report to send. Called once a tick, if the daemon supports reports."""
+        """Returns the report to send. Called once a tick and in `close`, if the daemon supports reports."""
         self._reports = self.incremental = False
         self._thread = threading.Thread(target=self._receive, name="headrace-sidecar", daemon=True)
 
@@ -237,7 +239,12 @@ class Sidecar:
         return self._broken is not None or os.getpid() != self._pid
 
     def close(self) -> None:
-        """End the connection; staged jobs continue."""
+        """Send the last report, and end the connection. Staged jobs continue.
+
+        The report waits at most `LAST_REPORT_SECONDS` for a daemon that reads nothing.
+        """
+        if not self.broken:
+            self._report(LAST_REPORT_SECONDS)
         self._break("this process closed it")
 
     def __enter__(self) -> Self:
@@ -289,10 +296,10 @@ class Sidecar:
             raise m.error_of(answer.code, answer.message, answer.hint)
         raise _unexpected_answer()
 
-    def send(self, message: m.FromClient) -> None:
+    def send(self, message: m.FromClient, timeout: float = ANSWER_SECONDS) -> None:
         """Send a message without an answer."""
         self._raise_if_broken()
-        self._send(message, (), ANSWER_SECONDS)
+        self._send(message, (), timeout)
 
     def _follow_answer(self, answer: Answer) -> StagedJob:
         if not isinstance(answer, m.Staged):
@@ -428,10 +435,10 @@ class Sidecar:
                 closed.append(self.closed_files.popleft())
         return closed
 
-    def _report(self) -> None:
+    def _report(self, timeout: float = ANSWER_SECONDS) -> None:
         if self._reports and (report := self.reporting()) is not None:
             with contextlib.suppress(TransientError):
-                self.send(report)
+                self.send(report, timeout)
 
     def _break(self, reason: str) -> None:
         with self._lock:

@@ -19,7 +19,7 @@ import webdataset as wds
 from tars import Sample, compare, print_skipped
 
 from headrace import Dataset, index
-from headrace.dataio.core.errors import ConflictError, UsageError
+from headrace.dataio.core.errors import ConflictError, HeadraceError, UsageError
 
 
 def check_readable(tars: str) -> None:
@@ -49,21 +49,22 @@ def main() -> None:
     parser.add_argument("tars", help="the tars: a path or URL, with braces")
     parser.add_argument("dataset", help="where the index is written")
     parser.add_argument("--read", help="the same tars as webdataset reads them (default: TARS)")
-    parser.add_argument("--keys", default="member", choices=["member", "shard"], help="as for `headrace index`")
+    parser.add_argument(
+        "--keys", default="member", choices=["member", "shard"], help="for a new index, as for `headrace index`"
+    )
     parser.add_argument("--text-field", help="the field of the JSON that is the text of a sample (default: caption)")
     args = parser.parse_args()
     try:
         check_readable(args.read or args.tars)
-    except UsageError as error:
-        sys.exit(str(error))
-    try:
         dataset = index(args.tars, args.dataset, layout="tars", keys=args.keys, text_field=args.text_field)
     except ConflictError:  # it was indexed before
         dataset = Dataset(args.dataset, trust_mounts=True)
+    except HeadraceError as error:
+        sys.exit(str(error))
     with dataset:
         print_skipped(dataset)
         print(f"version {dataset.version}: {len(dataset)} samples")
-        sys.exit(0 if compare(samples_of(args.read or args.tars), dataset, prefixed=args.keys == "shard") else 1)
+        sys.exit(0 if compare(samples_of(args.read or args.tars), dataset) else 1)
 
 
 if __name__ == "__main__":

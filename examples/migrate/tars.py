@@ -88,15 +88,14 @@ def tar_parts(samples: Iterable[Sample]) -> Iterator[bytes]:
     yield buffer.getvalue()
 
 
-def compare(samples: Iterable[Sample], dataset: Dataset, *, prefixed: bool = False) -> bool:
+def compare(samples: Iterable[Sample], dataset: Dataset) -> bool:
     """Compare all bytes of the source with those of the dataset, and print the outcome.
 
     Both must have the same order. Reading a file of the dataset also checks its digest.
 
     Args:
         samples (Iterable[Sample]): The samples of the source.
-        dataset (Dataset): The dataset.
-        prefixed (bool): Whether the keys of the dataset have the name of the tar in front. Default: False.
+        dataset (Dataset): The dataset. Its keys may have the name of the tar in front (`index(keys="shard")`).
 
     Returns:
         bool: Whether both have the same samples with the same files.
@@ -104,7 +103,7 @@ def compare(samples: Iterable[Sample], dataset: Dataset, *, prefixed: bool = Fal
     found, equal, total, wrong = iter(dataset), 0, 0, list[str]()
     candidate = next(found, None)
     for key, files in samples:
-        if candidate is None or not (candidate.key == key or (prefixed and candidate.key.endswith(f"/{key}"))):
+        if candidate is None or not f"/{candidate.key}".endswith(f"/{key.removeprefix('./')}"):
             wrong.append(f"{key} is missing")
             continue
         stored = {member.ext: dataset.read(candidate, member.ext) for member in candidate.members}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from tests.support.migrations import RECORDED, run_script
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 HOWTO = pages.ROOT / "docs" / "howto" / "migrate"
 SMALLER = {
+    "checkpoints": [("out/step_900.pt", "refused_900.pt")],
     "energon": [('train", 16, ', 'train", 2, trust_mounts=True, '), ("}), 16, ", "}), 2, trust_mounts=True, ")],
     "litdata": [('dataset", 16', 'dataset", 2')],
     "mds": [("mds/train", "mds"), ('dataset", 16', 'dataset", 2')],
@@ -33,7 +36,7 @@ SMALLER = {
         ('set", 16', 'set", 2'),
     ],
 }
-"""What differs here: the names of the recorded data sets, how webdataset reads them, batches, and worker processes."""
+"""What differs here: names of files and recorded data sets, how webdataset reads them, batches, and worker processes."""
 RUN = sorted(page for page in HOWTO.glob("*.md") if pages.blocks(page))
 
 
@@ -55,7 +58,7 @@ def bucket(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def scope(tmp_path: Path) -> dict[str, Any]:
-    """What the pages take for granted: a model, its optimizer, batches, and the checkpoint `out/step_1000.pt`."""
+    """What the pages take for granted: a model, its optimizer, batches, and the checkpoints `step_1000.pt` and `step_900.pt`."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -69,6 +72,8 @@ def scope(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "out").mkdir()
     saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1000}
     torch.save(saved, tmp_path / "out" / "step_1000.pt")
+    refused = {"model": model.state_dict(), "args": argparse.Namespace(lr=0.1), "loss": np.float64(0.5)}
+    torch.save(refused, tmp_path / "refused_900.pt")  # in `out`, it would stop the import of the page
     return {"model": model, "optimizer": optimizer, "train": train, "batches": range(100), "torch": torch}
 
 
@@ -106,13 +111,15 @@ def test_the_blocks_of_a_page_run(
         if "aws s3 rm" in text:
             with Dataset(bucket / "set", trust_mounts=True) as dataset:
                 dataset.tag("first")
-        if block.language == "text":
+        if block.language == "text" and not block.mark:
             assert pages.missing(block.text, printed) == []
         elif block.runs and block.language in pages.PYTHON:
             exec(compile(text, page.name, "exec"), scope)
         elif block.runs:
             run_commands(text)
         printed = capsys.readouterr().out
+    if page.stem == "checkpoints":
+        assert torch.load("refused_900.pt", weights_only=True)["args"] == {"lr": 0.1}, "the page converts it"
     if page.stem == "webdataset":
         left = {path.name for path in (bucket / "set").iterdir()} - {".headrace-tmp"}  # a bucket has none
         assert left == {f"{number:03}.tar" for number in range(4)}, "the page removes all that Headrace wrote"

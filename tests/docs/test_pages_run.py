@@ -10,16 +10,20 @@ import pytest
 from tests.support import pages
 
 DOCS = pages.ROOT / "docs"
-RUN = [DOCS / "start.md", *sorted(page for page in DOCS.glob("tutorials/*.md") if page.stem != "index")]
+ONE_TERMINAL = [DOCS / "tutorials" / f"{name}.md" for name in ("bucket-in-place", "sidecar")]
+"""Both start an S3 server, and set its variables in the shell. The second must not find what the first left there."""
+ALONE = [DOCS / "start.md", *sorted(page for page in DOCS.glob("tutorials/*.md") if page.stem != "index")]
+RUN = [ONE_TERMINAL, *([page] for page in ALONE if page not in ONE_TERMINAL)]
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
-def test_a_page_does_what_it_shows(page: Path) -> None:
+@pytest.mark.parametrize("several", RUN, ids=lambda several: "-then-".join(page.stem for page in several))
+def test_the_pages_of_a_terminal_do_what_they_show(several: list[Path]) -> None:
     with tempfile.TemporaryDirectory(prefix="hr") as folder:  # a short path, since sockets lie in it
-        printed = pages.run(page, Path(folder))
-    assert pages.unexpected(page, printed) == {}
+        printed = pages.run_in_one_shell(several, Path(folder))
+    for page, blocks in zip(several, printed, strict=True):
+        assert pages.unexpected(page, blocks) == {}, page.name
 
 
 def test_every_mark_stands_directly_before_a_block() -> None:

@@ -374,9 +374,13 @@ def test_tars_that_number_their_samples_from_zero_are_compared_by_shard(tmp_path
     for name in ("a", "b"):
         shutil.copy(RECORDED / "energon" / "shard_000.tar", tmp_path / f"{name}.tar")
     tars = f"{tmp_path}/{{a,b}}.tar"
+    assert "--keys shard" in run("from_webdataset.py", tars, tmp_path / "set", code=1)
     assert "6 samples with" in run("from_webdataset.py", tars, tmp_path / "set", "--keys", "shard")
     with Dataset(tmp_path / "set", trust_mounts=True) as dataset:
         assert list(dataset.keys)[2:4] == ["a/000002", "b/000000"]
+    again = run("from_webdataset.py", tars, tmp_path / "set")  # the dataset knows its keys
+    assert "6 samples with" in again
+    assert "; 0 are not" in again
 
 
 def shared_part() -> dict[str, Any]:

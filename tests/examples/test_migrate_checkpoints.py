@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from headrace import Checkpointer, read
-from headrace.dataio.core.errors import UnsupportedError
+from tests.support import pages
 from tests.support.migrations import SCRIPTS, run_script
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
@@ -36,12 +38,20 @@ def state_of(steps: int) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": steps}
 
 
-def imported(folder: Path, repository: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def imported(
+    folder: Path, repository: Path, capsys: pytest.CaptureFixture[str], *options: str, code: int = 0, run: str = "exp42"
+) -> str:
+    """Run the script, compare its exit code with `code`, and return all that it prints."""
     capsys.readouterr()
-    code = run_script("from_checkpoints.py", folder, repository, "--run", "exp42")
+    found = run_script("from_checkpoints.py", folder, repository, "--run", run, *options)
     output = capsys.readouterr()
-    assert code == 0, output.err
-    return output.out
+    assert found == code, output.err
+    return output.out + output.err
+
+
+def steps_in(repository: Path, run: str = "exp42") -> list[int]:
+    with Checkpointer(repository, run=run, sidecar=None) as checkpointer:
+        return checkpointer.steps()
 
 
 def test_files_of_torch_become_steps_that_a_checkpointer_restores(
@@ -58,7 +68,8 @@ def test_files_of_torch_become_steps_that_a_checkpointer_restores(
     assert new < whole / 3  # the embedding is stored once
     torch.save(state_of(103), folder / "step_103.pt")
     again = imported(folder, tmp_path / "runs", capsys)
-    assert [line.split(":")[0] for line in again.splitlines()] == ["step 103"] * 2
+    assert again.splitlines()[:2] == [f"step {step}: step_{step}.pt is already there" for step in (20, 100)]
+    assert [line.split(":")[0] for line in again.splitlines()[2:]] == ["step 103"] * 2
     model, optimizer = trained(0)
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
     with Checkpointer(tmp_path / "runs", run="exp42", sidecar=None) as checkpointer:
@@ -92,16 +103,68 @@ def test_safetensors_folders_of_models_and_folders_of_dcp_become_steps(
             assert all(torch.equal(saved[f"model/{name}"].read(), weights[name]) for name in weights)
 
 
-def test_a_file_that_can_run_code_is_refused_and_earlier_steps_stay(
+def test_files_that_can_run_code_are_named_and_nothing_is_imported_before_they_are_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder := tmp_path / "out").mkdir()
-    torch.save(state_of(1), folder / "step_1.pt")
+    torch.save({"w": torch.ones(2)}, folder / "step_1.pt")
+    torch.save({"w": torch.ones(2), "args": argparse.Namespace(lr=0.1)}, folder / "step_2.pt")
+    torch.save({"w": torch.ones(2), "loss": np.float64(0.5)}, folder / "step_3.pt")
+    torch.save({"w": torch.ones(2)}, folder / "step_4.pt")
+    lines = imported(folder, tmp_path / "runs", capsys, code=1).splitlines()
+    assert lines[0] == "step_2.pt is refused: it can run code when it is loaded (argparse.Namespace)"
+    assert lines[1].startswith("step_3.pt is refused: it can run code when it is loaded (numpy")
+    assert lines[2].startswith("nothing was imported: convert these files, or leave them out with --skip-refused")
+    assert len(lines) == 3
+    assert steps_in(tmp_path / "runs") == []
+    for name, convert in (("step_2.pt", {"args": vars}), ("step_3.pt", {"loss": float})):
+        saved = torch.load(folder / name, weights_only=False)
+        torch.save(saved | {key: change(saved[key]) for key, change in convert.items()}, folder / name)
+    imported(folder, tmp_path / "runs", capsys)
+    assert steps_in(tmp_path / "runs") == [1, 2, 3, 4]
+
+
+def test_the_page_shows_what_is_printed_about_a_refused_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = {"args": argparse.Namespace(lr=0.1), "loss": np.float64(0.5)}
+    torch.save(saved, tmp_path / "step_900.pt")
+    output = imported(tmp_path, tmp_path / "runs", capsys, code=1)
+    page = pages.ROOT / "docs" / "howto" / "migrate" / "checkpoints.md"
+    (told,) = (block.text for block in pages.blocks(page) if "is refused" in block.text)
+    assert pages.missing(told, output) == []
+
+
+def test_refused_files_can_be_left_out_and_are_not_added_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "out").mkdir()
+    for step in (1, 4):
+        torch.save({"w": torch.ones(step)}, folder / f"step_{step}.pt")
     torch.save({"model": trained(0)[0]}, folder / "step_2.pt")
-    with pytest.raises(UnsupportedError, match="Sequential"):
-        imported(folder, tmp_path / "runs", capsys)
-    with read(tmp_path / "runs", run="exp42") as saved:
-        assert saved.step == 1
+    (folder / "step_3.safetensors").write_bytes(b"damaged")
+    output = imported(folder, tmp_path / "runs", capsys, "--skip-refused", code=1)
+    assert "step_2.pt is refused: it can run code when it is loaded (torch.nn" in output
+    assert "step 3: step_3.safetensors is refused: " in output
+    assert steps_in(tmp_path / "runs") == [1, 4]
+    torch.save({"w": torch.ones(2)}, folder / "step_2.pt")
+    output = imported(folder, tmp_path / "runs", capsys, "--skip-refused", code=1)
+    assert "step 2: step_2.pt is left out: the run has step 4, and an older step cannot be added" in output
+
+
+def test_a_damaged_file_ends_the_import_before_newer_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder := tmp_path / "out").mkdir()
+    for step in (1, 2, 3):
+        torch.save({"w": torch.ones(step)}, folder / f"step_{step}.pt")
+    whole = (folder / "step_2.pt").read_bytes()
+    (folder / "step_2.pt").write_bytes(whole[:100])
+    output = imported(folder, tmp_path / "runs", capsys, code=1)
+    assert "step 2: step_2.pt is refused: " in output
+    assert "is cut off or damaged" in output
+    assert steps_in(tmp_path / "runs") == [1]
+    (folder / "step_2.pt").write_bytes(whole)
+    imported(folder, tmp_path / "runs", capsys)
+    assert steps_in(tmp_path / "runs") == [1, 2, 3]
 
 
 def test_tensors_that_differ_or_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,8 +179,28 @@ def test_tensors_that_differ_or_are_missing_are_named(tmp_path: Path, capsys: py
     assert capsys.readouterr().err == "step_1.pt: w differs\nstep_1.pt: u is missing\n"
 
 
-def test_two_checkpoints_of_one_step_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("model_3.pt", "ema_3.pt"):
-        torch.save({"w": torch.ones(1)}, tmp_path / name)
-    assert run_script("from_checkpoints.py", tmp_path, tmp_path / "runs", "--run", "exp42") == 1
-    assert "are the same step" in capsys.readouterr().err
+def test_names_without_a_step_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder := tmp_path / "out").mkdir()
+    (folder / "tensorboard").mkdir()
+    for name in ("step_3.pt", "last.pt"):
+        torch.save({"w": torch.ones(1)}, folder / name)
+    output = imported(folder, tmp_path / "runs", capsys)
+    for name in ("last.pt", "tensorboard"):
+        assert f"{name} is left out: its name does not end in the number of a step\n" in output
+    assert "whose name ends in the number of a step" in imported(
+        folder, tmp_path / "runs", capsys, "--files", "x*", code=1
+    )
+
+
+def test_two_checkpoints_of_one_step_are_imported_into_two_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "out").mkdir()
+    for name in ("step_3.pt", "ema_3.pt"):
+        torch.save({"w": torch.ones(1)}, folder / name)
+    output = imported(folder, tmp_path / "runs", capsys, code=1)
+    assert "ema_3.pt and step_3.pt are the same step" in output
+    assert "--files 'ema_*.pt', and with --files 'step_*.pt' and another --run" in output
+    imported(folder, tmp_path / "runs", capsys, "--files", "step_*.pt")
+    imported(folder, tmp_path / "runs", capsys, "--files", "ema_*.pt", run="ema")
+    assert steps_in(tmp_path / "runs") == steps_in(tmp_path / "runs", "ema") == [3]

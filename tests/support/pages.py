@@ -74,7 +74,15 @@ def run(page: Path, folder: Path) -> list[str]:
     Raises:
         AssertionError: A command failed. The message has the end of the output.
     """
-    found = blocks(page)
+    return run_in_one_shell([page], folder)[0]
+
+
+def run_in_one_shell(several: list[Path], folder: Path) -> list[list[str]]:
+    """Run the blocks of several pages, one page after the other, as a reader with one terminal does.
+
+    Returns what each block of each page printed. Raises as `run` does.
+    """
+    found = [block for page in several for block in blocks(page)]
     programs = folder / "programs"
     (work := folder / "work").mkdir()
     (runtime := folder / "run").mkdir(mode=0o700)
@@ -90,13 +98,14 @@ def run(page: Path, folder: Path) -> list[str]:
                 ["bash", str(script)], cwd=work, env=environment, stdout=out, stderr=out, start_new_session=True
             )
         try:
-            code = bash.wait(240)
+            code = bash.wait(240 * len(several))
         finally:  # programs that the page left in the background
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(bash.pid, signal.SIGKILL)
     text = log.read_text(errors="replace").replace(str(work), "/home/you").replace(str(folder), "/home/you")
-    assert code == 0, f"{page.name}: exit code {code}\n{text[-3000:]}"
-    return [re.split(r"\n?" + re.escape(_END) + r"\d+\n", text)[number] for number in range(len(found))]
+    assert code == 0, f"{', '.join(page.name for page in several)}: exit code {code}\n{text[-3000:]}"
+    printed = iter(re.split(r"\n?" + re.escape(_END) + r"\d+\n", text))
+    return [[next(printed) for _ in blocks(page)] for page in several]
 
 
 def _general(line: str) -> str:

@@ -98,17 +98,24 @@ def test_the_help_of_ckpt_needs_no_torch() -> None:
     assert "--max-shard-size" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "format"), [("m.safetensors", "safetensors"), ("m.pt", "torch"), ("m.pth", "torch"), ("m.v2", "hf")]
-)
 def test_an_export_without_a_format_takes_it_from_the_name(
-    tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str], name: str, format: str
+    tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = tmp_path / name
-    assert f"of format {format}\n" in said(capsys, "export", repository, target, "--run", "exp")
-    assert target.is_dir() == (format == "hf")
-    folder = f"{tmp_path}/folder-{name}/"
-    assert "of format hf\n" in said(capsys, "export", repository, folder, "--run", "exp"), "it ends in a slash"
-    chosen = tmp_path / f"chosen-{name}"
+    assert "of format torch\n" in said(capsys, "export", repository, tmp_path / "m.pt", "--run", "exp")
+    chosen = tmp_path / "chosen.pt"
     assert "of format dcp\n" in said(capsys, "export", repository, chosen, "--run", "exp", "--format", "dcp")
     assert chosen.is_dir()
+
+
+def test_a_divided_safetensors_file_is_imported_by_the_name_it_was_exported_to(
+    tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "st.safetensors"
+    said(capsys, "export", repository, target, "--run", "exp", "--max-shard-size", "50")
+    assert "2 tensors" in said(capsys, "import", target, repository, "--run", "new")
+    shard = tmp_path / "st-00001-of-00002.safetensors"
+    out = said(capsys, "import", shard, repository, "--run", "part", code=2)
+    assert "is one of 2 files" in out
+    assert f"import {tmp_path}/st.safetensors.index.json" in out
+    out = said(capsys, "export", repository, tmp_path / "x", "--run", "exp", "--max-shard-size", "5 apples", code=2)
+    assert "'5 apples' is not a size" in out

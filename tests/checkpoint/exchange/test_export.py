@@ -105,6 +105,29 @@ def test_hf_divides_into_shards_with_an_index(saved: Saved, tmp_path: Path) -> N
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "format"),
+    [("m.safetensors", "safetensors"), ("m.pt", "torch"), ("m.pth", "torch"), ("m.pt/", "hf"), ("m", "hf")],
+)
+def test_an_export_without_a_format_takes_it_from_the_name(
+    saved: Saved, tmp_path: Path, name: str, format: str
+) -> None:
+    report = export(saved[0], f"{tmp_path}/{name}", run="exp", include="scalar")
+    assert (report.format, (tmp_path / name).is_dir()) == (format, format == "hf")
+
+
+@pytest.mark.parametrize("size", [4 * KIB, "4KiB", "4096"])
+def test_the_size_of_shards_may_be_a_text(saved: Saved, tmp_path: Path, size: int | str) -> None:
+    assert len(run(saved, tmp_path / "m", max_shard_size=size).files) == 3
+
+
+@pytest.mark.parametrize("size", ["5 GiBi", "many", "", 5e9, True, "0"])
+def test_a_size_of_shards_that_is_none_is_refused(saved: Saved, tmp_path: Path, size: object) -> None:
+    with pytest.raises(UsageError, match=r"is not a size|max_shard_size is"):
+        run(saved, tmp_path / "m", max_shard_size=size)
+    assert not (tmp_path / "m").exists()
+
+
 def test_safetensors_holds_any_tensors_that_are_included(saved: Saved, tmp_path: Path) -> None:
     report = run(saved, tmp_path / "a.safetensors", format="safetensors", include=["other", "scalar", "empty", "epoch"])
     found = safetensors.load_file(tmp_path / "a.safetensors")

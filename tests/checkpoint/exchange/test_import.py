@@ -158,6 +158,34 @@ def test_names_entry_and_base(tmp_path: Path) -> None:
         imported(tmp_path / "m.safetensors", tmp_path / "r", step=1, entry="")
 
 
+def test_a_pattern_may_have_the_entry_in_front_of_a_name_of_the_file(tmp_path: Path) -> None:
+    weights = {"model.body": torch.ones(2), "model.head": torch.zeros(2), "lm_head": torch.ones(3)}
+    safetensors.save_file(weights, tmp_path / "m.safetensors")
+    for step, (pattern, left) in enumerate(
+        {
+            "model/model.*": ["lm_head"],
+            "model.*": ["lm_head"],
+            "model*": ["lm_head"],  # without a slash, it is a name of the file
+            "*/lm_*": ["model.body", "model.head"],
+        }.items()
+    ):
+        imported(tmp_path / "m.safetensors", tmp_path / "r", step=step, exclude=pattern)
+        with read(tmp_path / "r", run="in", step=step) as saved:
+            assert sorted(saved) == [f"model/{name}" for name in left]
+    with pytest.raises(UsageError, match="all entries are excluded"):
+        imported(tmp_path / "m.safetensors", tmp_path / "r", step=9, exclude="model/*")
+    with pytest.raises(UsageError, match=r"'other/\*' \(the source has 'lm_head', 'model.body', 'model.head'\)"):
+        imported(tmp_path / "m.safetensors", tmp_path / "r", step=9, exclude="other/*")
+    imported(tmp_path / "m.safetensors", tmp_path / "r", step=9, exclude="net/lm_*", entry="net")
+
+
+def test_the_names_in_an_error_about_patterns_are_bounded(tmp_path: Path) -> None:
+    torch.save({f"{n:03}{'x' * 1000}": torch.ones(1) for n in range(200)}, tmp_path / "m.pt")
+    with pytest.raises(UsageError, match="and 192 more") as error:
+        imported(tmp_path / "m.pt", tmp_path / "r", exclude="y")
+    assert len(str(error.value)) < 1200
+
+
 def test_an_import_never_hides_a_step(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     with Checkpointer(tmp_path / "r", run="in", sidecar=None) as checkpointer:
@@ -367,6 +395,33 @@ def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path, shar
     (sharded / "model.safetensors.index.json").write_text("[" * 100_000)
     with pytest.raises(CorruptionError, match="is not an index"):
         imported(sharded, tmp_path / "r")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_one_of_several_shards_is_refused_and_the_name_of_the_whole_is_their_index(tmp_path: Path, kind: str) -> None:
+    places = {f"w{number}": f"m-{number:05d}-of-00002.{kind}" for number in (1, 2)}
+    for name, file in places.items():
+        save = safetensors.save_file if kind == "safetensors" else torch.save
+        save({name: torch.ones(2)}, tmp_path / file)
+    with pytest.raises(
+        UsageError, match=rf"one of 2 files.*download all of them, and their index m\.{kind}\.index\.json"
+    ):
+        imported(tmp_path / f"m-00001-of-00002.{kind}", tmp_path / "r")
+    index = tmp_path / f"m.{kind}.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(UsageError, match=rf"one of 2 files.*import .*/m\.{kind}\.index\.json"):
+        imported(tmp_path / f"m-00002-of-00002.{kind}", tmp_path / "r")
+    assert imported(tmp_path / f"m.{kind}", tmp_path / "r").tensors == 2
+    assert imported(index, tmp_path / "r", step=1).tensors == 2
+
+
+def test_a_folder_with_one_shard_of_several_is_refused(tmp_path: Path) -> None:
+    (folder := tmp_path / "m").mkdir()
+    safetensors.save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(UsageError, match="is one of 2 files"):
+        imported(folder, tmp_path / "r")
+    (folder / "model-00001-of-00002.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    assert imported(folder, tmp_path / "r").tensors == 1
 
 
 def test_links_lead_into_the_folder_or_the_blobs_of_a_hub_cache(tmp_path: Path, sharded: Path) -> None:

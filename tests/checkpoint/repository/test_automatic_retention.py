@@ -45,6 +45,21 @@ def test_what_the_policy_lets_go_is_gone_when_the_checkpointer_is_closed(
     assert steps_at(tmp_path) == [2]
 
 
+def test_a_trainer_that_saves_a_lower_number_than_it_restored_removes_no_higher_step(tmp_path: Path) -> None:
+    state = {"w": torch.arange(5.0)}
+    with Checkpointer(tmp_path, run="exp", sidecar=None) as checkpointer:
+        for step in (10, 20, 30):
+            checkpointer.save(step, state).result(60)
+    with Checkpointer(tmp_path, run="exp", sidecar=None, keep=Keep(last=1)) as checkpointer:
+        assert checkpointer.restore(state) == 30
+        checkpointer.save(15, state).result(60)
+    assert steps_at(tmp_path) == [15, 30, 20]
+    with Checkpointer(tmp_path, run="exp", sidecar=None, keep=Keep(last=1)) as checkpointer:
+        checkpointer.restore(state)
+        checkpointer.save(31, state).result(60)
+    assert steps_at(tmp_path) == [31]
+
+
 def test_a_process_without_room_for_a_thread_keeps_its_old_steps_and_its_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -47,6 +47,14 @@ def test_a_policy_keeps_the_newest_the_round_and_the_tagged() -> None:
     assert steps_to_delete(Keep(last=9), branch, [StepName(0, 5)], {}) == {StepName(0, 5)}
 
 
+def test_steps_that_a_trainer_went_back_from_stay_until_it_has_reached_their_numbers() -> None:
+    before, other = branch_of(10, 20, 30), StepName(1, 40)
+    for step, gone in ((15, [10]), (20, [10, 20]), (29, [10, 20]), (30, [10, 20, 30]), (40, [10, 20, 30, 40])):
+        branch = [StepName(2, step), *before]
+        assert names_of(steps_to_delete(Keep(last=1), branch, [other], {})) == gone
+    assert names_of(steps_to_delete(Keep(every=7), [StepName(2, 15), *before], [other], {})) == [10]
+
+
 @given(st.sets(st.integers(0, 50), min_size=1), st.integers(1, 5), st.integers(1, 9) | st.none())
 def test_the_newest_step_is_never_let_go(steps: set[int], last: int, every: int | None) -> None:
     gone = steps_to_delete(Keep(last, every), branch_of(*steps), (), {})

@@ -9,13 +9,15 @@ import re
 import socket
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from headrace.dataio.core.errors import TransientError
+from headrace.dataio.sidecar import connection, wire
 from headrace.dataio.sidecar import protocol as m
-from headrace.dataio.sidecar import wire
 from headrace.dataio.sidecar.client import LoaderMeter, SaveMeter, Sidecar, open_reader
 from headrace.dataio.sidecar.meters import group_name
 from headrace.dataio.sidecar.status import KEPT_MESSAGES, MESSAGE_CHARS, RecentMessages
@@ -39,9 +41,9 @@ class Ticking:
 
 
 def get(daemon: RunningDaemon, path: str, host: str | None = None, method: str = "GET") -> tuple[int, Any, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", daemon.status()["http_port"], timeout=120)
-    connection.request(method, path, headers={"Host": host} if host else {})
-    answer = connection.getresponse()
+    asking = http.client.HTTPConnection("127.0.0.1", daemon.status()["http_port"], timeout=120)
+    asking.request(method, path, headers={"Host": host} if host else {})
+    answer = asking.getresponse()
     return answer.status, answer.headers, answer.read()
 
 
@@ -101,6 +103,44 @@ def test_a_loaders_reads_and_waits_and_a_savers_stalls_reach_status_and_metrics(
     reader.close()
     wait_for(lambda: daemon.status()["training"][0]["trainers"] == 0)
     assert daemon.status()["training"][0]["samples"] == 12
+
+
+def test_a_loader_that_ends_before_the_first_tick_is_in_the_figures(
+    daemon: RunningDaemon, store: Store, shards: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "TICK_SECONDS", 3600.0)  # only `close` sends a report
+    loader, key = LoaderMeter(), next(iter(shards))
+    reader = open_reader(store, daemon.socket, loader)
+    loader.asked()
+    reader.read(key, [(0, 1000)])
+    loader.got(4)
+    reader.close()
+    wait_for(lambda: [job for job in daemon.status()["training"] if job["trainers"] == 0])
+    (job,) = daemon.status()["training"]
+    assert (job["steps"], job["samples"]) == (1, 4)
+
+
+def test_closing_does_not_wait_for_a_daemon_that_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "LAST_REPORT_SECONDS", 0.05)
+    path = tmp_path / "s" / "sidecar.sock"
+    path.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.fspath(path))
+        listening.listen(1)
+        thread = threading.Thread(target=lambda: accepted.append(listening.accept()[0]) or accepted[0].sendall(welcome))
+        accepted, welcome = list[socket.socket](), wire.frame(m.encode(m.Welcome(m.VERSION, 1, reports=True)))
+        thread.start()
+        found = Sidecar.find(path)
+        assert found is not None
+        found.reporting = SaveMeter("x").report
+        with pytest.raises(BlockingIOError):
+            while True:
+                found._sock.send(bytes(65536), socket.MSG_DONTWAIT)
+        found.close()
+        with pytest.raises(TransientError, match=r"read no data for 0\.05 s"):
+            found.send(m.Touched([1]))
+        thread.join(60)
+        accepted[0].close()
 
 
 def test_reports_go_only_to_a_daemon_that_understands_them(tmp_path: Any) -> None:
