@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -163,9 +164,18 @@ def media() -> Path:
     return _MEDIA
 
 
+def _share_models_of_botocore() -> None:
+    """All clients of this process read botocore's descriptions of S3 once. That takes ten times as long as making a client."""
+    import botocore.session
+
+    if not hasattr(botocore.session.create_loader, "cache_info"):
+        botocore.session.create_loader = functools.cache(botocore.session.create_loader)
+
+
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     """A SeaweedFS of this test process, with the bucket `headrace`; started by the first test that needs it."""
+    _share_models_of_botocore()
     with start_seaweedfs() as server:
         server.create_bucket("headrace")
         yield server
