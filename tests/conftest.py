@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
@@ -22,6 +21,7 @@ from headrace.dataio.shards.workers import worker_pool
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.s3_server import S3Server, start_rclone, start_seaweedfs
+from tests.support import botocore_models
 from tests.support.leftovers import Place
 
 # a busy machine is no failure: examples are bounded in number, not in time; and equal code has equal ones, every time
@@ -164,18 +164,10 @@ def media() -> Path:
     return _MEDIA
 
 
-def _share_models_of_botocore() -> None:
-    """All clients of this process read botocore's descriptions of S3 once. That takes ten times as long as making a client."""
-    import botocore.session
-
-    if not hasattr(botocore.session.create_loader, "cache_info"):
-        botocore.session.create_loader = functools.cache(botocore.session.create_loader)
-
-
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     """A SeaweedFS of this test process, with the bucket `headrace`; started by the first test that needs it."""
-    _share_models_of_botocore()
+    botocore_models.share()
     with start_seaweedfs() as server:
         server.create_bucket("headrace")
         yield server

@@ -28,6 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from tests.support import botocore_models
+
 _T = TypeVar("_T")
 ROOT = Path(__file__).parents[2]
 _FRAME = 1 << 20
@@ -231,6 +233,9 @@ def serve(sock: socket.socket) -> Callable[[], Any]:
             importlib.import_module(asked["module"])
             if "torch" in sys.modules:
                 importlib.import_module("torch._dynamo")  # every optimizer does when it is made, slowly
+            if "AWS_ENDPOINT_URL" in asked["env"]:
+                importlib.import_module("s3fs")  # the first client does
+                botocore_models.share()
         gc.collect()
         gc.freeze()  # with torch, a child would take a second to look at all imports when it ends
         if len(os.listdir("/proc/self/task")) > 1:  # they would not be in the child, and what they hold locked would be
