@@ -132,12 +132,12 @@ def test_a_checkpoint_without_a_usable_position_is_refused(url: str, tmp_path: P
 
 
 def test_entries_that_the_model_does_not_take_are_left_out(url: str, tmp_path: Path) -> None:
-    class Strict(trainer_run.Net):
-        def forward(self, latent: Any) -> Any:  # type: ignore[override]
+    class Strict(trainer_run.Net):  # type: ignore[misc, unused-ignore, name-defined]
+        def forward(self, latent: Any) -> Any:
             return super().forward(latent, ["?"])
 
-    class Renamed(trainer_run.Net):
-        def forward(self, pixels: Any) -> Any:  # type: ignore[override]
+    class Renamed(trainer_run.Net):  # type: ignore[misc, unused-ignore, name-defined]
+        def forward(self, pixels: Any) -> Any:
             raise AssertionError
 
     with latent_loader(url) as loader:
