@@ -7,7 +7,11 @@ FRAMEWORKS := $(VENV)/.frameworks
 # Workers of the tests: one more than the two cores of a small machine. A third of their time they wait for processes.
 JOBS   ?= 3
 
-.PHONY: setup demo docs check test dist image lint typecheck bench soak extras clean
+# pip compiles with one process. These are 250 MB of Python, and some files in them are of other versions of it.
+PIP     = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+COMPILE = $(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true
+
+.PHONY: setup frameworks demo docs check test dist image lint typecheck bench soak extras clean
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -15,13 +19,17 @@ setup: $(READY)
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "headrace needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --editable '.[dev]'
+	$(COMPILE)
 	@touch $@
 
 # The trainers that `headrace.checkpoint.frameworks` is tested with. torchtitan without what it requires: its datasets wants an older fsspec.
+frameworks: $(FRAMEWORKS)
+
 $(FRAMEWORKS): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[frameworks]'
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchtitan spmd_types
+	$(PIP) --editable '.[frameworks]'
+	$(PIP) --no-deps torchtitan spmd_types
+	$(COMPILE)
 	@touch $@
 
 demo: $(READY)

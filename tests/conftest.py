@@ -6,9 +6,10 @@ import gc
 import logging
 import os
 import signal
+import subprocess
 import sys
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -16,9 +17,11 @@ import fsspec.asyn
 import pytest
 from hypothesis import HealthCheck, settings
 
+from headrace.dataio.shards.workers import worker_pool
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
 from headrace.dataio.testing.s3_server import S3Server, start_rclone, start_seaweedfs
+from tests.support import botocore_models
 from tests.support.leftovers import Place
 
 # a busy machine is no failure: examples are bounded in number, not in time; and equal code has equal ones, every time
@@ -37,6 +40,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 _SERVERS = {"s3_server", "s3_url", "rclone_server"}
 _DAEMONS = {"daemon", "sidecar", "node", "nodes"}
 _STARTERS = {"subprocess", "multiprocessing", "tests.support.nursery", "tests.support.headrace_command"}
+_START_PROCESS = worker_pool.start_process
 _PLACE = pytest.StashKey[Place]()
 _SAID = 6000  # characters of a failure that are printed at once; the end of the run has all of it
 _MEDIA = Path(os.environ.get("HEADRACE_TESTS_MEDIA") or Path(__file__).resolve().parents[2] / "shared" / "media")
@@ -47,11 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a script's background; tests interrupt what they start
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["HEADRACE_QUARANTINE"] = "off"  # no test adds to the list of whoever runs it
+    worker_pool.start_process = _fork_worker
     if os.environ.get("HEADRACE_TESTS_LEFT") == "error":
         config.stash[_PLACE] = Place()
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if isinstance(terminal, pytest.TerminalReporter) and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Failures(terminal))
+
+
+def _fork_worker(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    from tests.support import forked_workers  # it imports PyAV and pyarrow, which some tests do without
+
+    return forked_workers.start(command) or _START_PROCESS(command)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -139,6 +150,12 @@ def _log_as_it_was() -> Iterator[None]:
     root.setLevel(level)
 
 
+@pytest.fixture
+def real_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of `WorkerPool` are started as in real use: a new interpreter, which imports what it needs."""
+    monkeypatch.setattr(worker_pool, "start_process", _START_PROCESS)
+
+
 @pytest.fixture(scope="session")
 def media() -> Path:
     """The folder of real clips next to a development checkout."""
@@ -150,6 +167,7 @@ def media() -> Path:
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
     """A SeaweedFS of this test process, with the bucket `headrace`; started by the first test that needs it."""
+    botocore_models.share()
     with start_seaweedfs() as server:
         server.create_bucket("headrace")
         yield server

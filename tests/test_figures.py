@@ -60,6 +60,8 @@ def prose(path: Path) -> Iterator[tuple[str, str]]:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield f"line {node.lineno}", node.value.value
+    if not re.search(r"#.*\d", text):  # no comment has a number, so it tells no figure
+        return
     last, run = -1, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -107,7 +109,8 @@ def sources(text: str) -> Iterator[tuple[str, bool]]:
 
 def orphans(text: str) -> list[str]:
     """Figures of a section that names no source."""
-    return [] if any(there for _, there in sources(text)) else figures(text)
+    found = figures(text) if re.search(r"\d", text) else []
+    return [] if found and any(there for _, there in sources(text)) else found
 
 
 HOW = "name the command that makes it (headrace bench …, a test, a file of bench/results), or say it in words"

@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image as PillowImage
 
-transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+from headrace.dataio import pack
+from headrace.loaders.loader import BaseLoader
+from tests.support.lazy_modules import lazily
+from tests.support.pictures import picture
 
-from headrace.dataio import pack  # noqa: E402
-from headrace.loaders.loader import BaseLoader  # noqa: E402
-from tests.support.pictures import picture  # noqa: E402
-
+transformers = lazily("transformers", needs="transformers")
+lazily("accelerate", needs="accelerate")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "howto" / "frameworks.md"
 CLIP = '"openai/clip-vit-base-patch32"'

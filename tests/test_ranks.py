@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import signal
 import socket
@@ -43,6 +44,19 @@ def test_the_port_at_which_ranks_meet_is_taken_before_the_first_of_them_begins(m
     monkeypatch.setattr(nursery, "start", watched)
     assert launch(2, "tests.support.meeting_job") == [[{"ranks": [0, 1]}]] * 2
     assert met == ["0", "1"]
+
+
+@pytest.mark.parametrize("folder", ["support", "bench", "histories"])
+def test_importing_a_program_changes_no_other_module(folder: str) -> None:
+    """The nursery imports programs. What one of them changed there, all later ones would have."""
+    changes = [
+        f"{path.name}:{line.lineno}"
+        for path in (nursery.ROOT / "tests" / folder).glob("*.py")
+        for line in ast.parse(path.read_text()).body
+        for target in (line.targets if isinstance(line, ast.Assign) else ())
+        if isinstance(target, ast.Attribute)
+    ]
+    assert changes == []
 
 
 def test_ranks_end_with_the_tests_that_are_killed(tmp_path: Path) -> None:

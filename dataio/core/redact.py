@@ -21,23 +21,42 @@ _SECRET_WORDS = (
     rf"|{_KEYS})"
 )
 _NAMED = rf"{_SECRET_WORDS}[\w-]{{0,64}}[\"']?\s{{0,8}}[=:]\s{{0,8}}"  # bounded, so that the time is linear in the text
-# compiled on first use: that takes a millisecond
-_PATTERNS = (
-    (r"(?<=://)[^/\s\"'<>]+@", _HIDDEN + "@"),  # user:password@ in a URL
+_NAMING = (
+    *("secret", "token", "passw", "passphrase", "credential", "signature", "authorization", "cookie", "connection"),
+    "key",
+)
+"""A name that `_NAMED` or `_SECRET_WORDS` finds contains one of these."""
+# Words, a pattern, and what replaces it. A pattern is compiled on first use, which takes a millisecond. It matches no
+# ASCII text that lacks all of its words: most errors contain none of them, and looking for a word is ten times as fast.
+_PATTERNS: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (("://",), r"(?<=://)[^/\s\"'<>]+@", _HIDDEN + "@"),  # user:password@ in a URL
     (
+        ("authorization",),
         r"(?i)(authorization[\"']?\s{0,8}[=:]\s{0,8}(?:b?[\"'])?)[^\s\"'][^\"'\r\n]*",
         r"\1" + _HIDDEN,
     ),  # has several words
-    (rf"(?i)({_NAMED}b?)([\"'])(?:(?!\2)[^\r\n])+\2", rf"\1\2{_HIDDEN}\2"),
-    (rf"(?i)({_NAMED}[\"']?)([^\s\"'&,;)}}\]]+)", r"\1" + _HIDDEN),
-    (r"(?i)([?&](?:sig|sas|key)=)[^\s\"'&]+", r"\1" + _HIDDEN),
-    (r"(?i)(\b(?:cookie|pwd)[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*", r"\1" + _HIDDEN),
-    (rf"(?i)(--{_SECRET_WORDS}[\w-]{{0,64}}\s{{1,8}})[^\s-]\S*", r"\1" + _HIDDEN),  # an option of a command
-    (r"-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,32}PRIVATE KEY-----)?", _HIDDEN),
-    (r"\b(?:hf_|gh[opsru]_|github_pat_|glpat-|AIza)[\w-]{20,}", _HIDDEN),  # tokens with a known prefix
-    (r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}", _HIDDEN),  # a JSON web token
-    (r"\b(Bearer\s)[\w.~+/=-]{16,}", r"\1" + _HIDDEN),
-    (r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", _HIDDEN),
+    (_NAMING, rf"(?i)({_NAMED}b?)([\"'])(?:(?!\2)[^\r\n])+\2", rf"\1\2{_HIDDEN}\2"),
+    (_NAMING, rf"(?i)({_NAMED}[\"']?)([^\s\"'&,;)}}\]]+)", r"\1" + _HIDDEN),
+    (("sig=", "sas=", "key="), r"(?i)([?&](?:sig|sas|key)=)[^\s\"'&]+", r"\1" + _HIDDEN),
+    (
+        ("cookie", "pwd"),
+        r"(?i)(\b(?:cookie|pwd)[\"']?\s{0,8}[=:]\s{0,8}[\"']?)[^\s\"'][^\"'\r\n]*",
+        r"\1" + _HIDDEN,
+    ),
+    (("--",), rf"(?i)(--{_SECRET_WORDS}[\w-]{{0,64}}\s{{1,8}})[^\s-]\S*", r"\1" + _HIDDEN),  # an option of a command
+    (
+        ("-----begin",),
+        r"-----BEGIN [A-Z ]{0,32}PRIVATE KEY-----[^-]*(?:-----END [A-Z ]{0,32}PRIVATE KEY-----)?",
+        _HIDDEN,
+    ),
+    (
+        ("hf_", "gh", "glpat-", "aiza"),
+        r"\b(?:hf_|gh[opsru]_|github_pat_|glpat-|AIza)[\w-]{20,}",
+        _HIDDEN,
+    ),  # tokens with a known prefix
+    (("eyj",), r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,}", _HIDDEN),  # a JSON web token
+    (("bearer",), r"\b(Bearer\s)[\w.~+/=-]{16,}", r"\1" + _HIDDEN),
+    (("akia", "asia"), r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b", _HIDDEN),
 )
 _SECRET_NAME = (
     rf"(?i){_SECRET_WORDS}|^(?:key|sas|sig|pass|pat|pin|pwd|jwt|login|private|refresh|creds)$|pwd$"
@@ -49,11 +68,19 @@ def redact(text: str) -> str:
     """Replace everything in `text` that looks like a secret by `***`."""
     for _ in range(_PASSES):  # hiding one part may make its neighbour look like a secret
         before = text
-        for pattern, replacement in _PATTERNS:
+        for pattern, replacement in _possible(text):
             text = re.sub(pattern, replacement, text)
         if text == before:
             break
     return text
+
+
+def _possible(text: str) -> Iterator[tuple[str, str]]:
+    """The patterns that may match `text`, or what replacing makes of it: that adds no word."""
+    lower = text.lower() if text.isascii() else None  # other letters may match, such as the long s
+    for words, pattern, replacement in _PATTERNS:
+        if lower is None or any(word in lower for word in words):
+            yield pattern, replacement
 
 
 def printable(text: str) -> str:

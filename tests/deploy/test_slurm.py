@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.checkpoint import Checkpointer
 from tests.dataio.sidecar.conftest import wait_for
 from tests.support.forked_programs import ForkedPrograms
 from tests.support.slurm_node import SLURM, Node, slurm_node
@@ -29,7 +30,7 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 def rank_python(node: Node) -> Iterator[str]:
-    """The program by which torchrun starts its ranks, as forks."""
+    """The program by which torchrun and Slurm start trainers, as forks."""
     with ForkedPrograms(node.folder / "programs"):
         yield str(node.folder / "programs" / "python")
 
@@ -55,9 +56,10 @@ def test_a_sidecar_that_cannot_start_does_not_drain_the_node(node: Node) -> None
     assert "nonsense" in (node.run / "sidecar.log").read_text()
 
 
-def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node) -> None:
+def test_a_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(node: Node, rank_python: str) -> None:
     node.script("prolog.sh", 7)
     environment = {**node.environment, "SLURM_JOB_ID": "7", "STEPS": "400", "STEP_SECONDS": "0.01"}
+    environment["PYTHON"] = rank_python
 
     def start(log: Path, **more: str) -> subprocess.Popen[bytes]:
         with open(log, "wb") as out:
@@ -123,6 +125,10 @@ def test_trainers_under_torchrun_save_and_their_code_reaches_slurm(
         stopped = {line for log in logs for line in log.read_text().splitlines() if line.startswith("saved step")}
         assert len(stopped) == 1
         step = int(stopped.pop().split()[2])
+        with Checkpointer(node.environment["CHECKPOINTS"], run="example", sidecar=None) as checkpointer:
+            assert checkpointer.steps()[-1] == step
+        if how == "to all processes":  # what is saved does not depend on where the signal came from
+            return
         tasks, logs = start("again", step + 20)
         assert [task.wait(120) for task in tasks] == [0, 0], logs[0].read_text() + logs[1].read_text()
         assert logs[0].read_text().count(f"from step {step}\n") == trainers
@@ -132,8 +138,9 @@ def test_trainers_under_torchrun_save_and_their_code_reaches_slurm(
                 os.killpg(task.pid, signal.SIGKILL)
 
 
-def test_a_trainer_that_fails_under_torchrun_is_not_requeued(node: Node) -> None:
+def test_a_trainer_that_fails_under_torchrun_is_not_requeued(node: Node, rank_python: str) -> None:
     environment = {**node.environment, "TORCHRUN": f"{sys.executable} -m torch.distributed.run", "CHECKPOINTS": "x://y"}
+    environment["PYTHON_EXEC"] = rank_python
     command = ["bash", str(SLURM / "torchrun.sh"), "--standalone", "--nproc-per-node=1", str(SLURM / "train.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert "x://" in done.stderr

@@ -21,6 +21,7 @@ from headrace.loaders.decode import registry
 from headrace.loaders.decode.pyav import PyAVDecoder
 from tests.support import pages
 from tests.support.page_runs import PageRun, fill_bucket, opened
+from tests.support.shared_folder import shared_folder
 from tests.support.written_media import write_clip, write_wav
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -39,12 +40,15 @@ ELSEWHERE = {
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bucket of the pages, with a dataset "ds" of clips with sound."""
-    bucket = fill_bucket(tmp_path_factory.mktemp("bucket"))
+    return shared_folder(tmp_path_factory, "explained", lambda folder: _fill(folder, tmp_path_factory))
+
+
+def _fill(bucket: Path, factory: pytest.TempPathFactory) -> None:
+    shutil.copytree(shared_folder(factory, "pages", fill_bucket), bucket, copy_function=os.link, dirs_exist_ok=True)
     for number in range(16):
         clip = write_clip(bucket / "films" / f"{number:02}.mp4", frames=60 + number)
         write_wav(clip.with_suffix(".wav"), 2.0)
     pack([bucket / "films"], bucket / "ds", workers=1).close()
-    return bucket
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from headrace.dataio.sidecar import settings
 from tests.support import pages
 from tests.support.page_runs import PageRun, fill_bucket, opened, run_blocks
 from tests.support.page_situations import CHANGES, FIRST_SAVES, IN_A_BUCKET, SITUATIONS
+from tests.support.shared_folder import shared_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 HOWTO = pages.ROOT / "docs" / "howto"
@@ -50,7 +51,7 @@ NOT_RUN = {
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bucket of all pages. A page gets hard links to its files."""
-    return fill_bucket(tmp_path_factory.mktemp("bucket"))
+    return shared_folder(tmp_path_factory, "pages", fill_bucket)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from headrace.checkpoint.copies.identity import TimelineCopier
 from tests.simulation.copies import CopyHistory
 from tests.simulation.history import BrokenPromiseError
 
-FEW, PARTS, TRIES = int(os.environ.get("HISTORIES", "600")) // 10, 1, 300
+FEW, PARTS, TRIES = int(os.environ.get("HISTORIES", "300")) // 10, 1, 300
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,7 @@
 """The commit protocol, restores and collections hold in random histories, and those histories find planted faults.
 
-`make test` runs `FEW` histories, shared among `PARTS` tests. The variable HISTORIES sets their number: 2,000 in CI.
-`make soak` runs `MANY`.
+`make test` runs `FEW` histories, shared among `PARTS` tests. The variable HISTORIES sets their number. `make soak` runs
+`MANY`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from tests.simulation.history import BrokenPromiseError, History
 from tests.simulation.planted import PLANTED
 
-FEW, MANY, PARTS = int(os.environ.get("HISTORIES", "600")), 100_000, 6
+FEW, MANY, PARTS = int(os.environ.get("HISTORIES", "300")), 100_000, 6
 TRIES = 400
 """The most histories until a planted fault is found."""
 FIRST = {

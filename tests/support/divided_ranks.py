@@ -20,9 +20,6 @@ from headrace.dataio.core.errors import HeadraceError
 from tests.support.ranks import in_group
 
 ROWS, COLUMNS = 70, 3000
-names.GROUP_RANKS = 2
-divided_step.WHOLE_RANKS = 1
-shared_reads.FEW_RANKS = 1
 
 
 class Tied(torch.nn.Module):
@@ -78,6 +75,7 @@ def differing(found: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 
 @in_group
 def main(what: str, directory: str) -> None:
+    names.GROUP_RANKS, divided_step.WHOLE_RANKS, shared_reads.FEW_RANKS = 2, 1, 1  # here, not in the process that forks
     with Checkpointer(directory, run="own", sidecar=None, timeout=60) as checkpointer:
         if what == "save":
             for step in (1, 2):

@@ -17,7 +17,6 @@ from headrace.checkpoint.format import names
 from tests.support.ranks import in_group
 
 ROWS, COLUMNS = 70, 3000
-names.GROUP_RANKS = 2
 
 
 def state(factor: float) -> dict[str, Any]:
@@ -41,6 +40,7 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 @in_group
 def main(what: str, directory: str) -> None:
+    names.GROUP_RANKS = 2  # here, not in the process that forks
     with Checkpointer(directory, run="own", sidecar=None) as checkpointer:
         if what == "save":
             for step in (1, 2):

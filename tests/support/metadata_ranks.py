@@ -12,11 +12,10 @@ from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.format import names
 from tests.support.ranks import in_group
 
-names.GROUP_RANKS = 2
-
 
 @in_group
 def main(what: str, directory: str) -> None:
+    names.GROUP_RANKS = 2  # here, not in the process that forks
     rank = dist.get_rank()
     torch.manual_seed(1)
     state: dict[str, Any] = {"model": torch.nn.Linear(40, 40), "own": torch.full((3,), float(rank))}

@@ -28,6 +28,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from tests.support import botocore_models
+
 _T = TypeVar("_T")
 ROOT = Path(__file__).parents[2]
 _FRAME = 1 << 20
@@ -42,11 +44,13 @@ class Process:
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery, self.pid = nursery, pid
         self.returncode: int | None = None
+        self._polling = threading.Lock()  # the nursery can wait for a child only once
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._nursery.ask(poll=self.pid)
-        return self.returncode
+        with self._polling:
+            if self.returncode is None:
+                self.returncode = self._nursery.ask(poll=self.pid)
+            return self.returncode
 
     def wait(self, timeout: float = 180) -> int:
         until = time.monotonic() + timeout
@@ -103,10 +107,19 @@ class Child(Process):
         return found
 
 
+class Worker(Process):
+    """A process of a `WorkerPool`, with unbuffered pipes to its standard input and from its standard output."""
+
+    def __init__(self, nursery: Nursery, pid: int, stdin: int, stdout: int) -> None:
+        super().__init__(nursery, pid)
+        self.stdin, self.stdout = open(stdin, "wb", buffering=0), open(stdout, "rb", buffering=0)  # noqa: SIM115
+
+
 class Nursery:
-    """The process that forks. Safe for several threads."""
+    """The process that forks. Safe for several threads, but not for a fork of the process that made it."""
 
     def __init__(self) -> None:
+        self.owner = os.getpid()
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _FRAME)
         self._lock = threading.Lock()
@@ -143,6 +156,24 @@ class Nursery:
             os.close(theirs_out)
             os.close(theirs_err)
         return Child(self, pid, ours_out, ours_err)
+
+    def start_worker(self, module: str, *arguments: str, env: Mapping[str, str]) -> Worker:
+        """Run `module.main(*arguments)` with pipes to its standard input and output. Its errors are not kept."""
+        (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            pid = self.ask(
+                *(theirs_in, theirs_out, nowhere),
+                module=module,
+                arguments=arguments,
+                env=dict(env),
+                folder=os.getcwd(),
+            )
+            assert isinstance(pid, int), pid
+        finally:
+            for fd in (theirs_in, theirs_out, nowhere):
+                os.close(fd)
+        return Worker(self, pid, ours_in, ours_out)
 
     def close(self) -> None:
         self._sock.close()
@@ -202,6 +233,9 @@ def serve(sock: socket.socket) -> Callable[[], Any]:
             importlib.import_module(asked["module"])
             if "torch" in sys.modules:
                 importlib.import_module("torch._dynamo")  # every optimizer does when it is made, slowly
+            if "AWS_ENDPOINT_URL" in asked["env"]:
+                importlib.import_module("s3fs")  # the first client does
+                botocore_models.share()
         gc.collect()
         gc.freeze()  # with torch, a child would take a second to look at all imports when it ends
         if len(os.listdir("/proc/self/task")) > 1:  # they would not be in the child, and what they hold locked would be
@@ -219,7 +253,7 @@ def serve(sock: socket.socket) -> Callable[[], Any]:
 
 def _become(asked: dict[str, Any], descriptors: list[int], nursery: int) -> Callable[[], Any]:
     _die_with(nursery)
-    for number, fd in enumerate(descriptors, 1):
+    for number, fd in enumerate(descriptors, 3 - len(descriptors)):  # standard error is the last one
         os.dup2(fd, number)
         os.close(fd)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for as long as the process

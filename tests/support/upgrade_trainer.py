@@ -18,15 +18,14 @@ import torch
 from headrace import AudioLoader, Checkpointer
 from headrace.dataio.sidecar import client
 
-# its dataset is a folder, which is to be read through the daemon
-client.may_have_local_files = lambda store: False  # type: ignore[attr-defined]
-
 
 def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
 def main(socket: str, dataset: str, repository: str) -> None:
+    # the dataset is a folder, which is to be read through the daemon
+    client.may_have_local_files = lambda store: False  # type: ignore[attr-defined]
     loader = AudioLoader(dataset, batch_size=1, window=0.1, shuffle=False, sidecar=socket)
     checkpointer = Checkpointer(repository, run="exp", sidecar=socket)
     weight = torch.zeros(100_000)

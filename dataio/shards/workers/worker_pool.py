@@ -125,19 +125,24 @@ def worker_count(workers: int | None, default: int | None = None) -> int:
     return workers
 
 
+def start_process(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a worker process, with unbuffered pipes for its standard input and its standard output."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        env=environment(),
+    )
+
+
 class _Worker:
     """One process and the pipes to it."""
 
     def __init__(self, command: Sequence[str], answer_bytes: int) -> None:
         self._command, self._answer_bytes = command, answer_bytes
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            env=environment(),
-        )
+        self._process = start_process(command)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()

@@ -11,8 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from headrace.checkpoint import Checkpointer, export, import_checkpoint
+from tests.support.lazy_modules import lazily
 
-transformers = pytest.importorskip("transformers")
+transformers = lazily("transformers", needs="transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 

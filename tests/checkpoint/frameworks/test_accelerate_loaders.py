@@ -11,13 +11,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-accelerate = pytest.importorskip("accelerate")
+from headrace.dataio.cli import main
+from headrace.dataio.core.errors import UsageError
+from tests.support import nursery
+from tests.support.latents import latent_loader, latents_url
+from tests.support.lazy_modules import lazily
+from tests.support.ranks import launch
 
-from headrace.dataio.cli import main  # noqa: E402
-from headrace.dataio.core.errors import UsageError  # noqa: E402
-from tests.support import accelerate_run, nursery  # noqa: E402
-from tests.support.latents import latent_loader, latents_url  # noqa: E402
-from tests.support.ranks import launch  # noqa: E402
+accelerate = lazily("accelerate", needs="accelerate")
+accelerate_run = lazily("tests.support.accelerate_run", needs="accelerate")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 KINDS = ["files", "repository"]

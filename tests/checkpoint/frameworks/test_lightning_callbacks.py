@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,40 +14,39 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("lightning", reason="lightning is not installed: pip install -c constraints.txt lightning")
-
-import lightning
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
-
 from headrace.checkpoint import Checkpointer, Keep, read
-from headrace.checkpoint.frameworks import lightning_callbacks
-from headrace.checkpoint.frameworks.lightning import RepositoryIO
-from headrace.checkpoint.frameworks.lightning_callbacks import RepositoryCheckpoint, headrace_callbacks
 from headrace.checkpoint.frameworks.name_files import read_name
 from headrace.checkpoint.trackers.events import CommittedStep, Tracker
 from headrace.dataio.core.errors import TransientError, UsageError
 from tests.support.latents import latent_loader, latents_url
+from tests.support.lazy_modules import lazily
 from tests.support.ranks import launch
 
+lightning = lazily("lightning", needs="lightning")
+loggers = lazily("lightning.pytorch.loggers", needs="lightning")
+adapter = lazily("headrace.checkpoint.frameworks.lightning_callbacks", needs="lightning")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Lightning's own
 
 
-class Module(lightning.LightningModule):
-    """Learns from the latents of a loader, and keeps the keys of the samples that it saw."""
+@functools.cache
+def module_class() -> Any:
+    class Module(lightning.LightningModule):  # type: ignore[misc, unused-ignore, name-defined]
+        """Learns from the latents of a loader, and keeps the keys of the samples that it saw."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.seen = nn.Linear(4, 1), list[list[str]]()
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.seen = nn.Linear(4, 1), list[list[str]]()
 
-    def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
-        self.seen.append(batch["key"])
-        loss: torch.Tensor = self.layer(batch["latent"]).square().mean()
-        self.log("loss", loss, batch_size=len(batch["key"]))
-        return loss
+        def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
+            self.seen.append(batch["key"])
+            loss: torch.Tensor = self.layer(batch["latent"]).square().mean()
+            self.log("loss", loss, batch_size=len(batch["key"]))
+            return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+    return Module
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,10 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def callbacks(folder: Path, names: str = "names", **options: Any) -> list[Any]:
-    return headrace_callbacks(
+    made: list[Any] = adapter.headrace_callbacks(
         str(folder / "repo"), run="called", every=3, folder=folder / names, sidecar=None, **options
     )
+    return made
 
 
 def trainer_of(folder: Path, steps: int, made: list[Any], **options: Any) -> Any:
@@ -67,10 +68,10 @@ def trainer_of(folder: Path, steps: int, made: list[Any], **options: Any) -> Any
     )  # fmt: skip
 
 
-def fit(folder: Path, url: str, steps: int, made: list[Any], seed: int = 0, **options: Any) -> Module:
+def fit(folder: Path, url: str, steps: int, made: list[Any], seed: int = 0, **options: Any) -> Any:
     """Train to a step, from the run's newest one."""
     torch.manual_seed(seed)
-    module = Module()
+    module = module_class()()
     with latent_loader(url) as loader:
         trainer_of(folder, steps, made, **options).fit(module, loader, ckpt_path="last")
     return module
@@ -113,8 +114,8 @@ def test_the_folder_of_an_earlier_training_is_no_reason_for_a_warning(url: str, 
 
 def test_the_best_checkpoint_is_tested_by_the_same_callbacks(url: str, tmp_path: Path) -> None:
     made = callbacks(tmp_path)
-    trainer, module = trainer_of(tmp_path, 3, made), Module()
-    module.test_step = lambda batch, number: None  # type: ignore[method-assign, unused-ignore]
+    trainer, module = trainer_of(tmp_path, 3, made), module_class()()
+    module.test_step = lambda batch, number: None
     with latent_loader(url) as loader:
         trainer.fit(module, loader)
         weight = module.layer.weight.detach().clone()
@@ -124,7 +125,9 @@ def test_the_best_checkpoint_is_tested_by_the_same_callbacks(url: str, tmp_path:
 
 
 def test_a_second_callback_for_the_best_steps_saves_to_the_same_repository(url: str, tmp_path: Path) -> None:
-    best = ModelCheckpoint(tmp_path / "best", "{step}", monitor="loss", save_top_k=1, every_n_train_steps=3)
+    best = lightning.pytorch.callbacks.ModelCheckpoint(
+        tmp_path / "best", "{step}", monitor="loss", save_top_k=1, every_n_train_steps=3
+    )
     fit(tmp_path, url, 6, [*callbacks(tmp_path), best])
     named = read_name(best.best_model_path)
     assert named.run == "called"
@@ -133,12 +136,12 @@ def test_a_second_callback_for_the_best_steps_saves_to_the_same_repository(url: 
 
 
 def test_another_checkpoint_io_is_refused(url: str, tmp_path: Path) -> None:
-    plugin = RepositoryIO(str(tmp_path / "repo"), run="called", sidecar=None)
+    plugin = adapter.RepositoryIO(str(tmp_path / "repo"), run="called", sidecar=None)
     with pytest.raises(UsageError, match="the trainer already has a RepositoryIO"):
         fit(tmp_path, url, 3, callbacks(tmp_path), plugins=[plugin])
     plugin.close()
     with pytest.raises(UsageError, match="every=0 is no number"):
-        headrace_callbacks(str(tmp_path), run="called", every=0)
+        adapter.headrace_callbacks(str(tmp_path), run="called", every=0)
 
 
 @pytest.fixture
@@ -155,9 +158,9 @@ def test_committed_steps_reach_the_trainers_own_loggers(url: str, tmp_path: Path
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     import mlflow
 
-    board = TensorBoardLogger(tmp_path / "board")
-    tracked = MLFlowLogger("exp", tracking_uri=mlflow_folder)
-    fit(tmp_path, url, 6, callbacks(tmp_path), logger=[board, tracked, CSVLogger(tmp_path / "csv")])
+    board = loggers.TensorBoardLogger(tmp_path / "board")
+    tracked = loggers.MLFlowLogger("exp", tracking_uri=mlflow_folder)
+    fit(tmp_path, url, 6, callbacks(tmp_path), logger=[board, tracked, loggers.CSVLogger(tmp_path / "csv")])
     events = accumulator.EventAccumulator(board.log_dir)
     events.Reload()
     assert [each.step for each in events.Scalars("checkpoint/bytes_state")] == [3, 6]
@@ -174,9 +177,11 @@ class Listed(Tracker):
 
 
 def test_given_trackers_replace_those_of_the_loggers(url: str, tmp_path: Path) -> None:
-    board, mine = TensorBoardLogger(tmp_path / "board"), Listed()
+    board, mine = loggers.TensorBoardLogger(tmp_path / "board"), Listed()
     made = callbacks(tmp_path, trackers=[mine])
-    assert lightning_callbacks._trackers_of(SimpleNamespace(is_global_zero=True, loggers=[board]))
+    from headrace.checkpoint.frameworks.lightning_callbacks import _trackers_of
+
+    assert _trackers_of(SimpleNamespace(is_global_zero=True, loggers=[board]))
     fit(tmp_path, url, 6, made, logger=board)
     assert mine.steps == [3, 6]
 
@@ -184,7 +189,7 @@ def test_given_trackers_replace_those_of_the_loggers(url: str, tmp_path: Path) -
 def test_a_rank_resumes_from_the_step_that_rank_0_found(url: str, tmp_path: Path) -> None:
     fit(tmp_path, url, 4, callbacks(tmp_path))
     (mine,) = callbacks(tmp_path)
-    assert isinstance(mine, RepositoryCheckpoint)
+    assert isinstance(mine, adapter.RepositoryCheckpoint)
     alone = SimpleNamespace(is_global_zero=False, loggers=[])
     (path,) = mine._find_last_checkpoints(alone)
     newest = read_name(path)

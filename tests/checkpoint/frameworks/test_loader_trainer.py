@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
+from headrace.dataio.core.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError, UsageError
+from tests.support import nursery
+from tests.support.latents import latent_loader, latents_url
+from tests.support.lazy_modules import lazily
+from tests.support.ranks import launch
 
-from headrace.checkpoint.frameworks.transformers import LoaderTrainer  # noqa: E402
-from headrace.dataio.core.errors import CorruptionError, MismatchError, NotFoundError, UnsupportedError, UsageError  # noqa: E402
-from tests.support import nursery, trainer_run  # noqa: E402
-from tests.support.latents import latent_loader, latents_url  # noqa: E402
-from tests.support.ranks import launch  # noqa: E402
+transformers = lazily("transformers", needs="transformers")
+trainer_run = lazily("tests.support.trainer_run", needs="transformers")
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -131,24 +132,28 @@ def test_a_checkpoint_without_a_usable_position_is_refused(url: str, tmp_path: P
 
 
 def test_entries_that_the_model_does_not_take_are_left_out(url: str, tmp_path: Path) -> None:
-    class Strict(trainer_run.Net):
-        def forward(self, latent: Any) -> Any:  # type: ignore[override]
+    class Strict(trainer_run.Net):  # type: ignore[misc, unused-ignore, name-defined]
+        def forward(self, latent: Any) -> Any:
             return super().forward(latent, ["?"])
 
-    class Renamed(trainer_run.Net):
-        def forward(self, pixels: Any) -> Any:  # type: ignore[override]
+    class Renamed(trainer_run.Net):  # type: ignore[misc, unused-ignore, name-defined]
+        def forward(self, pixels: Any) -> Any:
             raise AssertionError
 
     with latent_loader(url) as loader:
         how = trainer_run.arguments(tmp_path, 2)
-        LoaderTrainer(Strict(tmp_path / "seen"), how, train_dataset=loader).train()
+        trainer_run.LoaderTrainer(Strict(tmp_path / "seen"), how, train_dataset=loader).train()
         assert len(seen(tmp_path)) == 2
         with pytest.raises(UsageError, match="takes none of the entries of a batch: latent, caption, ") as caught:
-            LoaderTrainer(Renamed(tmp_path / "seen"), how, train_dataset=loader).train()
+            trainer_run.LoaderTrainer(Renamed(tmp_path / "seen"), how, train_dataset=loader).train()
         assert "remove_unused_columns=False" in caught.value.hint
 
 
 def test_a_plain_trainer_is_told_what_to_use(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Lenient(trainer_run.Net):  # type: ignore[misc, unused-ignore, name-defined]
+        def forward(self, latent: Any, key: list[str], **_: Any) -> Any:
+            return super().forward(latent, key)
+
     class ReturnsLoader(transformers.Trainer):  # type: ignore[misc, unused-ignore, name-defined]
         def get_train_dataloader(self) -> Any:
             return self.train_dataset
@@ -171,15 +176,10 @@ def test_a_plain_trainer_is_told_what_to_use(url: str, tmp_path: Path, caplog: p
     assert "continues at step 2, but its loader begins with the first batch" in caplog.text
 
 
-class Lenient(trainer_run.Net):
-    def forward(self, latent: Any, key: list[str], **_: Any) -> Any:
-        return super().forward(latent, key)
-
-
 def test_another_trainer_trains_on_a_loader_by_inheritance(
     url: str, unbroken: tuple[list[list[str]], Any], tmp_path: Path
 ) -> None:
-    class Mine(LoaderTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc, unused-ignore, name-defined]
+    class Mine(trainer_run.LoaderTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc, unused-ignore, name-defined]
         pass
 
     for steps in (2, 4):
@@ -214,7 +214,7 @@ def test_options_of_accelerate_do_not_split_batches(
 def test_a_loader_is_not_evaluated_by_the_trainer(url: str, tmp_path: Path) -> None:
     with latent_loader(url, evaluate=True) as loader:
         how = trainer_run.arguments(tmp_path, 2)
-        trainer = LoaderTrainer(trainer_run.Net(tmp_path / "seen"), how, eval_dataset={"small": loader})
+        trainer = trainer_run.LoaderTrainer(trainer_run.Net(tmp_path / "seen"), how, eval_dataset={"small": loader})
         for evaluate in (trainer.evaluate, lambda: trainer.predict(loader)):
             with pytest.raises(UnsupportedError, match="averages losses as if all batches") as caught:
                 evaluate()

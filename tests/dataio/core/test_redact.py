@@ -6,6 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from headrace.dataio.core import redact as redacting
 from headrace.dataio.core.redact import has_secrets, is_secret_name, printable, redact, without_secrets
 
 
@@ -60,6 +61,22 @@ _PARTS = ["token", "Authorization", "Bearer ", "sig=", "x" * 17, "://", *"=: '\"
 @given(st.lists(st.sampled_from(_PARTS), max_size=14).map("".join))
 def test_redacting_twice_changes_nothing_more(text: str) -> None:
     assert redact(redact(text)) == redact(text)
+
+
+_WORDS = [
+    *("SECRET", "Passwd", "password", "passphrase", "credential", "signature", "connection-string", "connectionstring"),
+    *("account_key", "SSHKey", "pwd", "sas=", "&key=", "--token ", "hf_", "gho_", "github_pat_", "glpat-", "AIza"),
+    *("cookie", "bearer", "AKIA" + "A" * 16, "ASIA" + "7" * 16, "eyJ", "abcdefgh1.", "toKen", "\u017fecret"),
+    *("-----BEGIN PRIVATE KEY-----", "-----END PRIVATE KEY-----"),
+]
+
+
+@given(st.lists(st.sampled_from([*_PARTS, *_WORDS]), max_size=14).map("".join))
+def test_patterns_that_are_left_out_would_have_matched_nothing(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redacting, "_PATTERNS", tuple((("",), *rest) for _, *rest in redacting._PATTERNS))
+        expected = redact(text)
+    assert redact(text) == expected
 
 
 @pytest.mark.parametrize("text", ["a" * 500_000, "token" * 100_000, "token" + " " * 500_000, "://" + "a" * 500_000])

@@ -20,9 +20,10 @@ from headrace.dataio.shards.query import part_writer
 from headrace.dataio.shards.statistics import summary
 from headrace.dataio.shards.units.engine import check_shareable
 from headrace.dataio.store.open import open_store
+from tests.support.lazy_modules import lazily
 from tests.support.written_media import write_wav
 
-pytest.importorskip("ray", reason="ray is not installed (pip install 'headrace[ray]')")
+lazily("ray", needs="ray")
 
 
 @pytest.fixture(scope="module")
