@@ -121,6 +121,11 @@ def has_decode_order(format: str, codec: str) -> bool:
     return format in _WITH_DECODE_TIMES or codec in _IN_ORDER
 
 
+def may_describe_streams(head: bytes) -> bool:
+    """Return whether a file with these first 8 bytes is MP4 or Matroska, whose headers describe the streams."""
+    return head[4:8] in _FIRST_BOXES or head.startswith(EBML)
+
+
 def unsupported_media(extensions: Collection[str]) -> tuple[str, str] | None:
     """Return the extension of the media file because of which the sample cannot be read, and the reason.
 

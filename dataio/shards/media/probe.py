@@ -44,16 +44,13 @@ from typing import Any
 import av
 import av.error
 import msgspec
-from av.audio.frame import AudioFrame
 from av.video.frame import VideoFrame
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
+from headrace.dataio.shards.media.audio_counter import AudioCounter, UncountableError
 from headrace.dataio.shards.media.bitstream import is_random_access, is_shown, length_size
-from headrace.dataio.shards.media.container import (
-    demuxed,
-    lies_before,
-)
+from headrace.dataio.shards.media.container import demuxed
 from headrace.dataio.shards.media.images import color_of
 from headrace.dataio.shards.media.streams import (
     AUDIO_DECODE_OPTIONS,
@@ -62,17 +59,18 @@ from headrace.dataio.shards.media.streams import (
     check_video,
     configure_decoder,
     open_container,
+    open_described,
     pick_audio,
     pick_video,
-    zero_offset,
+    zero_offset_from,
 )
 from headrace.dataio.shards.pieces import piece_size
-from headrace.dataio.shards.sample import AudioInfo, AudioMark, KeyFrame, VideoInfo
+from headrace.dataio.shards.sample import AudioInfo, KeyFrame, VideoInfo
 
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
-MARK_BYTES, MAX_MARKS = 64 * limits.KIB, 128
-"""The least distance between marked audio packets in bytes, and the approximate limit of marks."""
 _MIN_FRAME_RATE = Fraction(1, 1000)
+_FIRST_FRAME_OPTIONS = {"skip_loop_filter": "all"}
+"""To decode a frame only for its properties, without the filters that come last."""
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -89,7 +87,7 @@ class Probe(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-class _Packet(msgspec.Struct, frozen=True):
+class _Packet(msgspec.Struct, frozen=True, gc=False):
     pts: int | None
     duration: int
     key: bool
@@ -138,23 +136,31 @@ def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> 
 
 
 def _probe_open(source: Any, ext: str) -> Probe:
-    with open_container(source) as container:
+    try:
+        return _probe_streams(source, ext, by_packets=True)
+    except UncountableError:
+        return _probe_streams(source, ext, by_packets=False)
+
+
+def _probe_streams(source: Any, ext: str, *, by_packets: bool) -> Probe:
+    with open_described(source) as container:
         video, audio = pick_video(container), pick_audio(container)
         if video is None and audio is None:
             raise UnsupportedError("the file has no video or audio stream that can be decoded")
         if video is not None:
             check_video(video)
+        counter = AudioCounter(container.size, by_packets=by_packets)
         try:
-            packets, first_frame, audio_counter = _demux(container, video, audio, zero_offset(source, container, audio))
+            packets, first_frame = _demux(source, container, video, audio, counter)
         except av.error.FFmpegError as error:
             raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
         video_info = None if video is None else _video_info(source, ext, container, video, packets, first_frame)
-        audio_info = None if audio is None else audio_counter.info(ext, audio)
-        return _result(container, video_info, audio_info, audio_counter, sum(p.unclean for p in packets))
+        audio_info = None if audio is None else counter.info(ext, audio)
+        return _result(container, video_info, audio_info, counter, sum(p.unclean for p in packets))
 
 
 def _result(
-    container: Any, video: VideoInfo | None, audio: AudioInfo | None, counter: _AudioCounter, unclean: int
+    container: Any, video: VideoInfo | None, audio: AudioInfo | None, counter: AudioCounter, unclean: int
 ) -> Probe:
     notes, audio_errors = [], counter.errors
     if counter.early:
@@ -181,102 +187,68 @@ def _result(
     return Probe(container.format.name, seconds, video, audio, tuple(notes))
 
 
-class _AudioCounter:
-    """Counts the samples that the audio decoder outputs.
-
-    It also takes the sample rate and the channels from the output, because headers may give wrong values (HE-AAC). It
-    marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES` (in large files fewer), and
-    the last. Packets before the offset `zero` are decoded, since the decoder's state depends on them, but they do not
-    count.
-    """
-
-    def __init__(self, size: int, zero: int) -> None:
-        self.samples = self.errors = self.early = self.rate = self.channels = 0
-        self._start, self._zero = 0, zero
-        self._marks, self._last = list[AudioMark](), AudioMark(-1, 0)
-        self._mark_distance, self._size = max(MARK_BYTES, size // MAX_MARKS), size
-
-    def feed(self, packet: Any) -> None:
-        early = lies_before(packet, self._zero)
-        self.early += early
-        try:
-            for frame in packet.decode():
-                if not early:
-                    self._add(frame)
-        except av.error.FFmpegError:
-            self.errors += 1
-        if not early:
-            self._mark(packet)
-
-    def _add(self, frame: AudioFrame) -> None:
-        if not self.samples:
-            self._start = frame.pts or 0  # some frames have no timestamps
-        self.samples += frame.samples
-        self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
-        if self.samples * self.channels > limits.AUDIO_VALUES:
-            raise UnsupportedError(f"its audio has more than {limits.AUDIO_VALUES} samples; split it")
-
-    def _mark(self, packet: Any) -> None:
-        """Mark the packet, if it is far enough from the last mark.
-
-        If several packets have one offset, as on a page of Ogg, only the first counts.
-        """
-        if not packet.size or packet.pts is None or not self._last.at < _packet_offset(packet) < self._size:
-            return
-        self._last = AudioMark(_packet_offset(packet), packet.pts)
-        if not self._marks or self._last.at >= self._marks[-1].at + self._mark_distance:
-            self._marks.append(self._last)
-
-    def info(self, ext: str, stream: Any) -> AudioInfo | None:
-        if not self.samples:
-            return None
-        codec = stream.codec_context.codec.canonical_name
-        ends = (self._last,) if self._marks and self._marks[-1] != self._last else ()
-        return AudioInfo(
-            *(ext, stream.index, codec, self.rate, self.channels, self.samples),
-            time_base=Fraction(stream.time_base),
-            start_pts=self._start,
-            marks=() if self.errors else (*self._marks, *ends),
-        )
-
-
-def _demux(container: Any, video: Any, audio: Any, zero: int) -> tuple[list[_Packet], VideoFrame | None, _AudioCounter]:
-    """Read the file once: collect all video packets, decode the first frame, and decode and count all audio."""
-    packets: list[_Packet] = []
+def _demux(
+    source: Any, container: Any, video: Any, audio: Any, counter: AudioCounter
+) -> tuple[list[_Packet], VideoFrame | None]:
+    """Read the file once: collect all video packets, decode the first frame, and count all audio."""
+    packets = list[_Packet]()
     first_frame: VideoFrame | None = None
-    audio_counter = _AudioCounter(container.size, zero)
-    for stream in (video, audio):
-        if stream is not None:
-            configure_decoder(stream)
+    codec, units, is_first = "", 0, True
+    if video is not None:
+        configure_decoder(video, _FIRST_FRAME_OPTIONS)
+        codec = video.codec_context.codec.canonical_name
+        units = length_size(codec, video.codec_context.extradata)
     if audio is not None:
-        audio.codec_context.options = AUDIO_DECODE_OPTIONS
-    codec = "" if video is None else video.codec_context.codec.canonical_name
-    units = 0 if video is None else length_size(codec, video.codec_context.extradata)
+        configure_decoder(audio, AUDIO_DECODE_OPTIONS)
     with demuxed(container, *(s for s in (video, audio) if s is not None)) as demuxed_packets:
         for packet in demuxed_packets:
-            # not stream_index, which is always 0 for a flush packet
-            if audio is not None and packet.stream.index == audio.index:
-                audio_counter.feed(packet)
+            if packet.stream is audio:  # not stream_index, which is always 0 for a flush packet
+                if is_first:
+                    counter.zero, is_first = zero_offset_from(packet, source, container), False
+                counter.feed(packet)
                 continue
-            first_frame = first_frame or next(_decode(packet), None)
+            if first_frame is None:
+                first_frame = _first_frame(packet, is_first=not packets)
             if packet.size:
-                data, marked = memoryview(packet), packet.is_keyframe
-                shown = not packet.is_discard and is_shown(codec, data)
-                picture = codec == "mjpeg" and _is_jpeg(data)
-                key = marked and is_random_access(codec, data, units)
-                packets.append(
-                    _Packet(
-                        pts=packet.pts,
-                        duration=packet.duration or 0,
-                        key=key,
-                        shown=shown,
-                        picture=picture,
-                        at=_packet_offset(packet),
-                        unclean=marked != key,
-                    )
-                )
+                packets.append(_video_packet(packet, codec, units))
                 check_frame_count(len(packets))
-    return packets, first_frame, audio_counter
+    return packets, first_frame
+
+
+def _first_frame(packet: Any, *, is_first: bool) -> VideoFrame | None:
+    """Return the first frame that the decoder outputs, or None if it needs a further packet.
+
+    Of the stream's first packet, the decoder must output the frame at once, even if later packets are shown before it.
+    """
+    if is_first and packet.size:
+        context = packet.stream.codec_context
+        frames = [*_decode(packet), *_flush(packet.stream)]
+        context.flush_buffers()
+        if frames:
+            return frames[0]
+    return next(_decode(packet), None)
+
+
+def _flush(stream: Any) -> Iterator[VideoFrame]:
+    """Yield the frames that the decoder still has."""
+    try:
+        yield from stream.decode(None)
+    except av.error.FFmpegError:
+        return
+
+
+def _video_packet(packet: Any, codec: str, units: int) -> _Packet:
+    data, marked = memoryview(packet), packet.is_keyframe
+    key = marked and is_random_access(codec, data, units)
+    return _Packet(
+        packet.pts,
+        packet.duration or 0,
+        key,
+        not packet.is_discard and is_shown(codec, data),
+        codec == "mjpeg" and _is_jpeg(data),
+        _packet_offset(packet),
+        marked != key,
+    )
 
 
 def _is_jpeg(data: memoryview) -> bool:

@@ -23,18 +23,23 @@ import av.error
 from av.stream import Disposition
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.shards.media.container import (
     CONVERTED_DEMUXERS,
     DEMUXERS,
     STORED_STAMPS,
+    block_time,
     check_complete,
     first_stamped,
+    may_describe_streams,
     needs_conversion,
 )
 
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
+_BLOCK_HEAD = 12
 _DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
+_NO_DECODING = {"codec_whitelist": "none"}
+"""With this option, libav decodes nothing when it opens a container. The streams' own decoders are not affected."""
 AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
 """With these options, audio decoders raise an error for the damage that they detect.
 
@@ -63,6 +68,40 @@ def open_container(source: Any, options: dict[str, str] | None = None) -> Any:
         raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
     except av.error.FFmpegError as error:
         raise CorruptionError(f"not a readable media file: {error.strerror}") from error
+
+
+def open_described(source: Any) -> Any:
+    """Open a container like `open_container`, but let libav decode nothing if the container describes its streams.
+
+    To decode the first frames of each stream takes most of the time of opening a file.
+    """
+    if not may_describe_streams(_bytes_at(source, 0, 8)):
+        return open_container(source)
+    try:
+        container = open_container(source, _NO_DECODING)
+    except HeadraceError:
+        return open_container(source)
+    if _describes_streams(container):
+        return container
+    container.close()
+    return open_container(source)
+
+
+def _describes_streams(container: Any) -> bool:
+    """Return whether MP4 or Matroska says all that `pick_video` and `pick_audio` compare, and the frame rate.
+
+    If there are several streams of a kind, libav must decode them, because containers may give wrong sizes and channels.
+    """
+    name = container.format.name
+    if not (name.startswith("mov") or name.startswith("matroska")):
+        return False
+    videos = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    sounds = container.streams.audio
+    if len(videos) > 1 or len(sounds) > 1 or not all(s.codec_context for s in (*videos, *sounds)):
+        return False
+    return all(s.codec_context.width and s.codec_context.height and s.average_rate for s in videos) and all(
+        s.codec_context.sample_rate and s.codec_context.channels for s in sounds
+    )
 
 
 def check_video(stream: Any) -> None:
@@ -114,7 +153,27 @@ def zero_offset(source: Any, container: Any, audio: Any) -> int:
         return first_stamped(stored, stored.streams[audio.index])
 
 
-def configure_decoder(stream: Any) -> None:
-    """Let the stream's decoder use one thread, and decode no frame above the limit."""
+def zero_offset_from(packet: Any, source: Any, container: Any) -> int:
+    """Return what `zero_offset` returns, given the first audio packet. Most files need no second opening then.
+
+    A Matroska block with a time of 0 or more in its cluster does not lie before time zero, whatever its cluster's time.
+    """
+    if "matroska" not in container.format.name:
+        return 0
+    if packet.pos is not None and block_time(_bytes_at(source, packet.pos, _BLOCK_HEAD)) >= 0:
+        return int(packet.pos)
+    return zero_offset(source, container, packet.stream)
+
+
+def _bytes_at(source: Any, offset: int, size: int) -> bytes:
+    if not isinstance(source, str):
+        return bytes(source.getbuffer()[offset : offset + size])
+    with open(source.removeprefix("file:"), "rb", buffering=0) as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def configure_decoder(stream: Any, options: dict[str, str] | None = None) -> None:
+    """Let the stream's decoder use one thread, and decode no frame above the limit. `options` are further options."""
     stream.codec_context.thread_count = 1  # the pool already has a process per core
-    stream.codec_context.options = _DECODE_OPTIONS
+    stream.codec_context.options = _DECODE_OPTIONS | (options or {})
