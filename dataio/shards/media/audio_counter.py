@@ -145,8 +145,7 @@ class AudioCounter:
     def _shown(self, packet: Any, length: int) -> int:
         """Return how many of the packet's `length` samples the decoder outputs.
 
-        The container may say for a packet how many samples to skip from its start on, also in later packets, and how many
-        to drop at its end.
+        The container may say how many samples to skip from a packet on, and how many to drop at a packet's end.
         """
         padding = 0
         for side in packet.iter_sidedata():
@@ -155,14 +154,9 @@ class AudioCounter:
             if side.data_type == "skip_samples" and side.data_size >= _SKIP_BYTES:
                 skip, padding = struct.unpack_from("<iI", side)
                 self._skip = max(0, skip)
-        skipped = 0
-        if self._skip:
-            skipped = min(self._skip, length)
-            self._skip -= skipped
-        if packet.is_discard:
-            return 0
-        length -= skipped
-        return length - padding if padding <= length else length
+        if self._skip or padding:
+            length, self._skip = after_skipping(length, self._skip, padding)
+        return 0 if packet.is_discard else length
 
     def _mark(self, packet: Any) -> None:
         """Mark the packet, if it is far enough from the last mark.
@@ -175,6 +169,17 @@ class AudioCounter:
         self._last_at, self._last_pts = at, pts
         if not self._marks or at >= self._marks[-1].at + self._mark_distance:
             self._marks.append(AudioMark(at, pts))
+
+
+def after_skipping(length: int, skip: int, padding: int) -> tuple[int, int]:
+    """Return how many of a frame's `length` samples libav outputs, and how many the next frames must still skip.
+
+    `skip` samples are skipped, also in the next frames. `padding` samples are dropped at the end of this frame, unless it
+    has fewer.
+    """
+    skipped = min(skip, length)
+    left = length - skipped
+    return left - padding if padding <= left else left, skip - skipped
 
 
 # --- the samples of a packet

@@ -68,6 +68,7 @@ from headrace.dataio.shards.media.messages import (
     MemberFiles,
 )
 from headrace.dataio.shards.media.probe import Probe, probe
+from headrace.dataio.shards.media.streams import LIGHT_DECODING
 from headrace.dataio.shards.pieces import Hasher, piece_size, runs
 from headrace.dataio.shards.sample import AudioInfo, VideoInfo
 
@@ -216,7 +217,12 @@ def _is_promoted(value: object) -> bool:
 # --- the head of a file
 
 _READ_BYTES = 1 << 16
-_OPTIONS = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", "max_pixels": str(limits.FRAME_PIXELS)}
+_OPTIONS = {
+    "format_whitelist": DEMUXERS,
+    "protocol_whitelist": "",
+    "max_pixels": str(limits.FRAME_PIXELS),
+    **LIGHT_DECODING,
+}
 _TRUST_OPTIONS = {**_OPTIONS, "codec_whitelist": "none"}
 
 _LookupPoint = tuple[int, int]
@@ -238,7 +244,8 @@ def with_head(file_info: FileInfo, probe: Probe) -> FileInfo:
             head = _pieces_read(file_info, None, ways)
         else:
             middle, end = _lookup_points(file_info.path, probe)
-            head = _pieces_read(file_info, middle, ways) & _pieces_read(file_info, end, ways)
+            opening = _pieces_read(file_info, None, {False}) if _shares_opening(probe, ways) else set[int]()
+            head = _pieces_at(file_info, middle, ways, opening) & _pieces_at(file_info, end, ways, opening)
     except (CorruptionError, av.error.FFmpegError, OSError, EOFError, LookupError, ValueError):
         return file_info
     return replace(file_info, pieces=replace(file_info.pieces, head=runs(head), marks=marks))
@@ -291,22 +298,52 @@ def _lookup_points(path: str, probe: Probe) -> tuple[_LookupPoint, _LookupPoint]
     return (probe.audio.stream, start + length // 2), (probe.audio.stream, start + length * 9 // 10)
 
 
+def _shares_opening(probe: Probe, ways: set[bool]) -> bool:
+    """Return whether `_pieces_at` can use the pieces of one opening for both seeks.
+
+    To open a file without trusting its container decodes frames of the video, which takes most of the time.
+    """
+    return False in ways and probe.video is not None and probe.container.startswith(("mov", "matroska"))
+
+
+def _pieces_at(file_info: FileInfo, point: _LookupPoint, ways: set[bool], opening: set[int]) -> set[int]:
+    """Return the pieces that libav reads up to the first packet at `point`, in these ways of opening.
+
+    `opening` are the pieces that opening reads without trusting the container, if they are known. From there on, libav
+    reads the same in both ways, unless it has some of the bytes in its buffer, or skips a few bytes by reading them. A
+    whole piece in between rules that out.
+    """
+    if not opening:
+        return _pieces_read(file_info, point, ways)
+    with _open_like_loaders(file_info, trust_container=True) as (container, file):
+        trusting = file.take()
+        _seek(container, point)
+    read = file.take()
+    near = {number + step for number in opening | trusting for step in (-1, 0, 1)}
+    if read & near:
+        return _pieces_read(file_info, point, ways)
+    return read | opening | (trusting if True in ways else set[int]())
+
+
 def _pieces_read(file_info: FileInfo, point: _LookupPoint | None, ways: set[bool]) -> set[int]:
     """Return the pieces that libav reads up to the first packet at `point`, in these ways of opening.
 
     Without a point, return the pieces that opening reads.
     """
-    assert file_info.pieces is not None
     pieces = set[int]()
     for trust_container in ways:
         with _open_like_loaders(file_info, trust_container) as (container, file):
             if point is not None:
-                stream = container.streams[point[0]]
-                container.seek(point[1], stream=stream, backward=True)
-                with demuxed(container, stream) as packets:
-                    next(packets, None)
-        pieces |= file.pieces_read
+                _seek(container, point)
+        pieces |= file.take()
     return pieces
+
+
+def _seek(container: Any, point: _LookupPoint) -> None:
+    stream = container.streams[point[0]]
+    container.seek(point[1], stream=stream, backward=True)
+    with demuxed(container, stream) as packets:
+        next(packets, None)
 
 
 def _open_path(path: str) -> Any:
@@ -334,13 +371,18 @@ class _RecordingFile:
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
-        self.pieces_read = set[int]()
+        self._pieces = set[int]()
+
+    def take(self) -> set[int]:
+        """Return the pieces that were read since the last call."""
+        pieces, self._pieces = self._pieces, set()
+        return pieces
 
     def read(self, size: int = -1) -> bytes:
         start = self._file.tell()
         data = self._file.read(size if size < 0 else min(size, self._size - start % self._size))
         if data:
-            self.pieces_read.update(range(start // self._size, (start + len(data) - 1) // self._size + 1))
+            self._pieces.update(range(start // self._size, (start + len(data) - 1) // self._size + 1))
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -19,8 +19,9 @@ Invariants:
   as libav gives it.
 * The index has the time of the first audio sample and the offsets of some audio packets. Both are as libav gives them
   when it reads the file from the beginning. Audio packets of Matroska that begin before time zero are left out, because
-  Matroska stores no usable time for them. If audio does not decode without an error, no packets are marked, and
-  loaders let libav find the packets.
+  Matroska stores no usable time for them. Samples are counted as the decoder outputs them, mostly without decoding them
+  (`headrace.dataio.shards.media.audio_counter`). If the decoder reports an error, no packets are marked, and loaders
+  let libav find the packets.
 * At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
   further inside the video. Such a file passes, and the loader that finds the damage quarantines the sample.
 * At most `limits.VIDEO_FRAMES` frames and `limits.AUDIO_VALUES` audio values are counted.
@@ -54,6 +55,7 @@ from headrace.dataio.shards.media.container import demuxed
 from headrace.dataio.shards.media.images import color_of
 from headrace.dataio.shards.media.streams import (
     AUDIO_DECODE_OPTIONS,
+    LIGHT_DECODING,
     check_file,
     check_frame_count,
     check_video,
@@ -69,8 +71,6 @@ from headrace.dataio.shards.sample import AudioInfo, KeyFrame, VideoInfo
 
 _ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _MIN_FRAME_RATE = Fraction(1, 1000)
-_FIRST_FRAME_OPTIONS = {"skip_loop_filter": "all"}
-"""To decode a frame only for its properties, without the filters that come last."""
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -195,7 +195,7 @@ def _demux(
     first_frame: VideoFrame | None = None
     codec, units, is_first = "", 0, True
     if video is not None:
-        configure_decoder(video, _FIRST_FRAME_OPTIONS)
+        configure_decoder(video, LIGHT_DECODING)
         codec = video.codec_context.codec.canonical_name
         units = length_size(codec, video.codec_context.extradata)
     if audio is not None:
@@ -338,7 +338,7 @@ def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Cou
     keys, times, end, count = [], [], 0, 0
     with open_container(source) as container:
         reopened = container.streams[stream.index]
-        configure_decoder(reopened)
+        configure_decoder(reopened, LIGHT_DECODING)
         with demuxed(container, reopened) as demuxed_packets:
             for packet in demuxed_packets:
                 for frame in _decode(packet):

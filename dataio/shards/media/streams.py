@@ -9,6 +9,8 @@ Invariants:
 * No frame of more than `limits.FRAME_PIXELS` is decoded, not even while the file is opened. The values in the container
   and in the bitstream are not trusted.
 
+* `open_described` gives the same streams and packets as `open_container`. It only spares libav's decoding.
+
 Failure behaviour: `UnsupportedError` for another format, or a video above a limit. `CorruptionError` for a file that is
 empty, truncated, or cannot be opened.
 """
@@ -16,6 +18,7 @@ empty, truncated, or cannot be opened.
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 from typing import Any
 
 import av
@@ -27,10 +30,12 @@ from headrace.dataio.core.errors import CorruptionError, HeadraceError, Unsuppor
 from headrace.dataio.shards.media.container import (
     CONVERTED_DEMUXERS,
     DEMUXERS,
+    IN_ORDER,
     STORED_STAMPS,
     block_time,
     check_complete,
     first_stamped,
+    is_wav,
     may_describe_streams,
     needs_conversion,
 )
@@ -40,6 +45,15 @@ _BLOCK_HEAD = 12
 _DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
 _NO_DECODING = {"codec_whitelist": "none"}
 """With this option, libav decodes nothing when it opens a container. The streams' own decoders are not affected."""
+LIGHT_DECODING = {"skip_loop_filter": "all", "skip_idct": "all"}
+"""To decode frames only for their number and properties: without the last steps, which compute the final pixels."""
+_FEW_GUESSES = {"max_probe_packets": "4"}
+"""libav looks for compressed audio in the first 32 packets of PCM in WAV. With this option, it looks in 4 packets."""
+_DTS = tuple(map(bytes.fromhex, ("7ffe8001", "fe7f0180", "1fffe800", "ff1f00e8", "64582025")))
+"""The first bytes of a frame of DTS. libav finds its frames anywhere in these packets, and other codecs at the start."""
+_WAV_HEAD = 32
+_GUESSED_BYTES = 5_000_000
+"""The most bytes that libav looks at."""
 AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
 """With these options, audio decoders raise an error for the damage that they detect.
 
@@ -75,32 +89,46 @@ def open_described(source: Any) -> Any:
 
     To decode the first frames of each stream takes most of the time of opening a file.
     """
-    if not may_describe_streams(_bytes_at(source, 0, 8)):
-        return open_container(source)
-    try:
-        container = open_container(source, _NO_DECODING)
-    except HeadraceError:
-        return open_container(source)
-    if _describes_streams(container):
-        return container
-    container.close()
-    return open_container(source)
+    head = _bytes_at(source, 0, _WAV_HEAD)
+    if is_wav(head) and not _may_hold_dts(_bytes_at(source, 0, _guessed_bytes(head))):
+        return open_container(source, _FEW_GUESSES)
+    if may_describe_streams(head):
+        with suppress(HeadraceError):
+            container = open_container(source, _NO_DECODING)
+            if _describes_streams(container):
+                return container
+            container.close()
+    return open_container(source, LIGHT_DECODING)
+
+
+def _guessed_bytes(head: bytes) -> int:
+    """Return the bytes of a WAV file, or more, in which libav looks for compressed audio: 32 packets of 0.1 seconds."""
+    if head[12:16] != b"fmt ":
+        return _GUESSED_BYTES
+    return min(_GUESSED_BYTES, 64 * limits.KIB + 4 * int.from_bytes(head[28:32], "little"))
+
+
+def _may_hold_dts(data: bytes) -> bool:
+    return any(sync in data for sync in _DTS)
 
 
 def _describes_streams(container: Any) -> bool:
-    """Return whether MP4 or Matroska says all that `pick_video` and `pick_audio` compare, and the frame rate.
+    """Return whether the container says all that `pick_video` and `pick_audio` compare, the frame rate, and the times.
 
     If there are several streams of a kind, libav must decode them, because containers may give wrong sizes and channels.
+    In Matroska, libav must decode video whose frames are not stored in the order in which they are shown.
     """
-    name = container.format.name
-    if not (name.startswith("mov") or name.startswith("matroska")):
-        return False
     videos = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     sounds = container.streams.audio
     if len(videos) > 1 or len(sounds) > 1 or not all(s.codec_context for s in (*videos, *sounds)):
         return False
-    return all(s.codec_context.width and s.codec_context.height and s.average_rate for s in videos) and all(
-        s.codec_context.sample_rate and s.codec_context.channels for s in sounds
+    has_times = container.format.name.startswith("mov") or all(
+        s.codec_context.codec.canonical_name in IN_ORDER for s in videos
+    )
+    return (
+        has_times
+        and all(s.codec_context.width and s.codec_context.height and s.average_rate for s in videos)
+        and all(s.codec_context.sample_rate and s.codec_context.channels for s in sounds)
     )
 
 
