@@ -33,9 +33,9 @@ QUICK = (
 )
 _COUNTED = ("aac", "libmp3lame", "libopus", "pcm_")
 KIND_PARAMS = [
-    pytest.param(kind, id=name, marks=() if name in QUICK else pytest.mark.soak)
+    pytest.param(kind, id=name, marks=pytest.mark.soak)
     for name, kind in KINDS.items()
-    if kind.codec.startswith(_COUNTED)
+    if kind.codec.startswith(_COUNTED) and name not in QUICK
 ]
 
 
@@ -80,7 +80,8 @@ def test_files_of_every_kind_are_counted_as_they_decode(kind: Kind) -> None:
 
 @pytest.mark.parametrize("name", QUICK)
 def test_few_packets_are_decoded(name: str, decoded_packets: list[int]) -> None:
-    assert_counted(made(KINDS[name]), KINDS[name].ext, decoded_packets)
+    at_most = 120 if name == "mkv aac early" else 40  # the packets before time zero are decoded
+    assert_counted(made(KINDS[name]), KINDS[name].ext, decoded_packets, at_most)
 
 
 @pytest.mark.parametrize("name", ["mkv flac", "ogg vorbis", "mkv alac"])
@@ -92,6 +93,8 @@ def test_codecs_without_a_rule_are_decoded_to_their_end(name: str, decoded_packe
 
 
 # --- packets that contradict the rule
+
+NOISE = b"\x5a\x17" * 2000
 
 
 def remuxed(data: bytes, form: str, change: Callable[[int, bytes], bytes]) -> bytes:
@@ -128,7 +131,7 @@ def test_a_packet_that_does_not_say_its_length_leads_to_decoding_all(
 
 
 def test_damage_at_the_start_is_found_and_such_audio_has_no_marks(decoded_packets: list[int]) -> None:
-    data = remuxed(made(KINDS["mkv aac"]), "matroska", lambda n, packet: b"\xff" * len(packet) if n == 0 else packet)
+    data = remuxed(made(KINDS["mkv aac"]), "matroska", lambda n, packet: NOISE[: len(packet)] if n == 0 else packet)
     found = probe(data, ext="mkv")
     assert len(decoded_packets) > 90
     assert found.notes == ("1 audio packets cannot be decoded",)
@@ -137,7 +140,7 @@ def test_damage_at_the_start_is_found_and_such_audio_has_no_marks(decoded_packet
 
 
 def test_audio_of_which_nothing_decodes_is_left_out() -> None:
-    data = remuxed(made(KINDS["mkv aac"]), "matroska", lambda _, packet: b"\xff" * len(packet))
+    data = remuxed(made(KINDS["mkv aac"]), "matroska", lambda _, packet: NOISE[: len(packet)])
     with pytest.raises(Exception, match="no audio can be decoded"):
         probe(data, ext="mkv")
 
