@@ -72,7 +72,8 @@ class AudioCounter:
     def feed(self, packet: Any) -> None:
         """Count the next packet. An empty packet ends the stream."""
         early = self.zero > 0 and lies_before(packet, self.zero)
-        self.early += early
+        if early:
+            self.early += 1
         rule = self._rule
         if rule is None:
             self._decode(packet, early)

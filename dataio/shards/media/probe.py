@@ -36,7 +36,6 @@ from __future__ import annotations
 import io
 import os
 import stat
-from bisect import bisect_left
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -50,7 +49,6 @@ from av.video.frame import VideoFrame
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
 from headrace.dataio.shards.media.audio_counter import AudioCounter, UncountableError
-from headrace.dataio.shards.media.bitstream import is_random_access, is_shown, length_size
 from headrace.dataio.shards.media.container import demuxed
 from headrace.dataio.shards.media.images import color_of
 from headrace.dataio.shards.media.streams import (
@@ -66,10 +64,9 @@ from headrace.dataio.shards.media.streams import (
     pick_video,
     zero_offset_from,
 )
-from headrace.dataio.shards.pieces import piece_size
+from headrace.dataio.shards.media.video_packets import Count, VideoPackets
 from headrace.dataio.shards.sample import AudioInfo, KeyFrame, VideoInfo
 
-_ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
 _MIN_FRAME_RATE = Fraction(1, 1000)
 
 
@@ -85,19 +82,6 @@ class Probe(msgspec.Struct, frozen=True):
     video: VideoInfo | None
     audio: AudioInfo | None
     notes: tuple[str, ...] = ()
-
-
-class _Packet(msgspec.Struct, frozen=True, gc=False):
-    pts: int | None
-    duration: int
-    key: bool
-    shown: bool
-    picture: bool
-    """Whether it is a complete JPEG, which always decodes to one frame."""
-    at: int
-    """Its offset in the file in bytes, if libav gives it."""
-    unclean: bool = False
-    """Whether the container marks it as a key frame, although decoding cannot begin at it."""
 
 
 def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> Probe:
@@ -154,9 +138,9 @@ def _probe_streams(source: Any, ext: str, *, by_packets: bool) -> Probe:
             packets, first_frame = _demux(source, container, video, audio, counter)
         except av.error.FFmpegError as error:
             raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
-        video_info = None if video is None else _video_info(source, ext, container, video, packets, first_frame)
+        video_info = None if packets is None else _video_info(source, ext, container, video, packets, first_frame)
         audio_info = None if audio is None else counter.info(ext, audio)
-        return _result(container, video_info, audio_info, counter, sum(p.unclean for p in packets))
+        return _result(container, video_info, audio_info, counter, 0 if packets is None else len(packets.unclean))
 
 
 def _result(
@@ -189,30 +173,27 @@ def _result(
 
 def _demux(
     source: Any, container: Any, video: Any, audio: Any, counter: AudioCounter
-) -> tuple[list[_Packet], VideoFrame | None]:
-    """Read the file once: collect all video packets, decode the first frame, and count all audio."""
-    packets = list[_Packet]()
-    first_frame: VideoFrame | None = None
-    codec, units, is_first = "", 0, True
+) -> tuple[VideoPackets | None, VideoFrame | None]:
+    """Read the file once: collect what all video packets say, decode the first frame, and count all audio."""
+    video_packets, first_frame, is_first = None, None, True
     if video is not None:
         configure_decoder(video, LIGHT_DECODING)
-        codec = video.codec_context.codec.canonical_name
-        units = length_size(codec, video.codec_context.extradata)
+        video_packets = VideoPackets(video)
     if audio is not None:
         configure_decoder(audio, AUDIO_DECODE_OPTIONS)
-    with demuxed(container, *(s for s in (video, audio) if s is not None)) as demuxed_packets:
-        for packet in demuxed_packets:
+    with demuxed(container, *(s for s in (video, audio) if s is not None)) as packets:
+        for packet in packets:
             if packet.stream is audio:  # not stream_index, which is always 0 for a flush packet
                 if is_first:
                     counter.zero, is_first = zero_offset_from(packet, source, container), False
                 counter.feed(packet)
                 continue
+            assert video_packets is not None
             if first_frame is None:
-                first_frame = _first_frame(packet, is_first=not packets)
+                first_frame = _first_frame(packet, is_first=not video_packets.packets)
             if packet.size:
-                packets.append(_video_packet(packet, codec, units))
-                check_frame_count(len(packets))
-    return packets, first_frame
+                video_packets.add(packet)
+    return video_packets, first_frame
 
 
 def _first_frame(packet: Any, *, is_first: bool) -> VideoFrame | None:
@@ -237,25 +218,6 @@ def _flush(stream: Any) -> Iterator[VideoFrame]:
         return
 
 
-def _video_packet(packet: Any, codec: str, units: int) -> _Packet:
-    data, marked = memoryview(packet), packet.is_keyframe
-    key = marked and is_random_access(codec, data, units)
-    return _Packet(
-        packet.pts,
-        packet.duration or 0,
-        key,
-        not packet.is_discard and is_shown(codec, data),
-        codec == "mjpeg" and _is_jpeg(data),
-        _packet_offset(packet),
-        marked != key,
-    )
-
-
-def _is_jpeg(data: memoryview) -> bool:
-    """Return whether the data have the first and the last marker of a JPEG. A few bytes of padding may follow."""
-    return bytes(data[:2]) == b"\xff\xd8" and b"\xff\xd9" in bytes(data[-16:])
-
-
 def _decode(packet: Any) -> Iterator[VideoFrame]:
     try:
         yield from packet.decode()
@@ -264,15 +226,14 @@ def _decode(packet: Any) -> Iterator[VideoFrame]:
 
 
 def _video_info(
-    source: Any, ext: str, container: Any, stream: Any, packets: list[_Packet], first_frame: VideoFrame | None
+    source: Any, ext: str, container: Any, stream: Any, packets: VideoPackets, first_frame: VideoFrame | None
 ) -> VideoInfo:
     if first_frame is None:
         raise CorruptionError(f"no frame of the video stream can be decoded within {limits.FRAME_PIXELS} pixels")
     has_empty_packets = "avi" in container.format.name
-    packets_are_frames = not has_empty_packets or all(packet.picture for packet in packets)
-    counted = _count_packets(stream, packets) if packets_are_frames else None
+    counted = packets.count() if packets.whole_pictures or not has_empty_packets else None
     frames, keys, start, end = counted or _count_by_decoding(source, stream, packets)
-    keys = _with_offsets(keys, packets, container.size)
+    keys = packets.with_offsets(keys, container.size)
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
     if end <= start:  # the last frame's own duration is unknown
         end = start + 1
@@ -296,45 +257,8 @@ def _video_info(
     )
 
 
-_Count = tuple[int, tuple[KeyFrame, ...], int, int]
-"""The number of frames, the key frames, the pts of the first frame, and the pts at which the last frame ends."""
-
-
-def _count_packets(stream: Any, packets: list[_Packet]) -> _Count | None:
-    """Count by packets. Return None if a packet may not be exactly one frame."""
-    shown = sorted(p.pts for p in packets if p.shown and p.pts is not None)
-    keys = [p.pts for p in packets if p.key and p.pts is not None]
-    packets_are_frames = (
-        stream.codec_context.codec.canonical_name in _ONE_PACKET_ONE_FRAME
-        and shown
-        and packets[0].key
-        and all(p.pts is not None for p in packets)
-        and len(set(shown)) == len(shown)
-        and keys
-        and shown[0] >= keys[0]  # else leading frames lack their references, and decoders drop them
-    )
-    if not packets_are_frames:
-        return None
-    key_frames = tuple(KeyFrame(pts, bisect_left(shown, pts)) for pts in sorted(set(keys)))
-    end = max(p.pts + p.duration for p in packets if p.shown and p.pts is not None)
-    step = (shown[-1] - shown[0]) // (len(shown) - 1) if len(shown) > 1 else 0
-    return len(shown), key_frames, shown[0], end if end > shown[-1] else shown[-1] + step
-
-
-def _packet_offset(packet: Any) -> int:
-    return -1 if packet.pos is None else packet.pos
-
-
-def _with_offsets(keys: tuple[KeyFrame, ...], packets: list[_Packet], size: int) -> tuple[KeyFrame, ...]:
-    """Return the key frames with the offsets of their packets, if a file of `size` bytes may be read in part."""
-    if piece_size(size) is None:
-        return keys
-    offsets = {p.pts: p.at for p in packets if p.key and 0 <= p.at < size}
-    return tuple(KeyFrame(key.pts, key.index, offsets.get(key.pts, -1)) for key in keys)
-
-
-def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Count:
-    unclean = {p.pts for p in packets if p.unclean}
+def _count_by_decoding(source: Any, stream: Any, packets: VideoPackets) -> Count:
+    unclean = set(packets.unclean)
     keys, times, end, count = [], [], 0, 0
     with open_container(source) as container:
         reopened = container.streams[stream.index]
@@ -351,4 +275,4 @@ def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Cou
                     count += 1
                     check_frame_count(count)
     start = min(times, default=0)
-    return count, tuple(keys) or (KeyFrame(start, 0),), start, end
+    return Count(count, tuple(keys) or (KeyFrame(start, 0),), start, end)
