@@ -64,7 +64,7 @@ class AudioCounter:
         self._start = 0
         self._marks = list[AudioMark]()
         self._last_at, self._last_pts = -1, 0
-        self._mark_distance, self._size = max(MARK_BYTES, size // MAX_MARKS), size
+        self._mark_distance, self._next_mark, self._size = max(MARK_BYTES, size // MAX_MARKS), 0, size
         self._by_packets, self._equal, self._last_length = by_packets, 0, 0
         self._rule: Callable[[Any], int] | None = None
         self._skip, self._flushed = 0, False
@@ -82,7 +82,9 @@ class AudioCounter:
         elif self._flushed or packet.is_corrupt:
             raise UncountableError
         else:
-            length = self._shown(packet, rule(packet))
+            length = rule(packet)
+            if self._skip or packet.is_discard or _has_side_data(packet):
+                length = self._shown(packet, length)
             if not early:
                 self._add(length)
         if not early:
@@ -138,7 +140,7 @@ class AudioCounter:
         except UncountableError:
             self._by_packets = False
             return
-        whole = 0 < length == says and not packet.is_discard and not any(True for _ in packet.iter_sidedata())
+        whole = 0 < length == says and not packet.is_discard and not _has_side_data(packet)
         self._equal = self._equal + 1 if whole else 0
         if self._equal >= _EQUAL_PACKETS:
             self._rule = rule
@@ -168,8 +170,15 @@ class AudioCounter:
         if at is None or pts is None or not self._last_at < at < self._size or not packet.size:
             return
         self._last_at, self._last_pts = at, pts
-        if not self._marks or at >= self._marks[-1].at + self._mark_distance:
+        if at >= self._next_mark:
             self._marks.append(AudioMark(at, pts))
+            self._next_mark = at + self._mark_distance
+
+
+def _has_side_data(packet: Any) -> bool:
+    for _ in packet.iter_sidedata():
+        return True
+    return False
 
 
 def after_skipping(length: int, skip: int, padding: int) -> tuple[int, int]:

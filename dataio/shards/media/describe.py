@@ -18,8 +18,9 @@ Invariants:
   All other values stay only in the JSON member.
 * Only files with pieces have a head. The head is a hint, and samples do not depend on it.
 * To find the head, `with_head` opens the file as loaders do: trusting the container's description of its streams for
-  video for which `has_decode_order` is true, and not trusting it for other video and for audio. Each time, it seeks to a
-  key frame (or a time) in the middle, and to one at the end. The head is the pieces that both seeks read.
+  video for which `has_decode_order` is true, and not trusting it for other video and for files without video. Each
+  time, it seeks to a key frame (or a time) in the middle, and to one at the end. The head is the pieces that both seeks
+  read.
 * If a seek reads all data before its target, the head is half of the file or more. Loaders then know that partial reads
   do not pay off.
 * An MP3 has no index from time to position, so libav would read all data before a time. The index therefore records
@@ -239,24 +240,23 @@ def with_head(file_info: FileInfo, probe: Probe) -> FileInfo:
     try:
         if probe.container == "mp3" and probe.video is None:
             marks = _find_marks(file_info, probe)
-        ways = _ways_of_opening(probe)
+        trusting = _is_trusted(probe)
         if marks:
-            head = _pieces_read(file_info, None, ways)
+            head = _pieces_read(file_info, None, trusting)
         else:
             middle, end = _lookup_points(file_info.path, probe)
-            opening = _pieces_read(file_info, None, {False}) if _shares_opening(probe, ways) else set[int]()
-            head = _pieces_at(file_info, middle, ways, opening) & _pieces_at(file_info, end, ways, opening)
+            head = _pieces_read(file_info, middle, trusting) & _pieces_read(file_info, end, trusting)
     except (CorruptionError, av.error.FFmpegError, OSError, EOFError, LookupError, ValueError):
         return file_info
     return replace(file_info, pieces=replace(file_info.pieces, head=runs(head), marks=marks))
 
 
-def _ways_of_opening(probe: Probe) -> set[bool]:
-    """Return whether loaders trust the container's description of the streams: both, for some files with audio."""
-    ways = {False} if probe.audio is not None or probe.video is None else set[bool]()
-    if probe.video is not None:
-        ways.add(has_decode_order(probe.video.format, probe.video.codec))
-    return ways
+def _is_trusted(probe: Probe) -> bool:
+    """Return whether loaders trust the container's description of the streams when they open it for its video.
+
+    To open it for its audio, libav reads the same pieces, but it also decodes frames, which takes much longer.
+    """
+    return probe.video is not None and has_decode_order(probe.video.format, probe.video.codec)
 
 
 def _find_marks(file_info: FileInfo, probe: Probe) -> _Marks:
@@ -298,52 +298,15 @@ def _lookup_points(path: str, probe: Probe) -> tuple[_LookupPoint, _LookupPoint]
     return (probe.audio.stream, start + length // 2), (probe.audio.stream, start + length * 9 // 10)
 
 
-def _shares_opening(probe: Probe, ways: set[bool]) -> bool:
-    """Return whether `_pieces_at` can use the pieces of one opening for both seeks.
-
-    To open a file without trusting its container decodes frames of the video, which takes most of the time.
-    """
-    return False in ways and probe.video is not None and probe.container.startswith(("mov", "matroska"))
-
-
-def _pieces_at(file_info: FileInfo, point: _LookupPoint, ways: set[bool], opening: set[int]) -> set[int]:
-    """Return the pieces that libav reads up to the first packet at `point`, in these ways of opening.
-
-    `opening` are the pieces that opening reads without trusting the container, if they are known. From there on, libav
-    reads the same in both ways, unless it has some of the bytes in its buffer, or skips a few bytes by reading them. A
-    whole piece in between rules that out.
-    """
-    if not opening:
-        return _pieces_read(file_info, point, ways)
-    with _open_like_loaders(file_info, trust_container=True) as (container, file):
-        trusting = file.take()
-        _seek(container, point)
-    read = file.take()
-    near = {number + step for number in opening | trusting for step in (-1, 0, 1)}
-    if read & near:
-        return _pieces_read(file_info, point, ways)
-    return read | opening | (trusting if True in ways else set[int]())
-
-
-def _pieces_read(file_info: FileInfo, point: _LookupPoint | None, ways: set[bool]) -> set[int]:
-    """Return the pieces that libav reads up to the first packet at `point`, in these ways of opening.
-
-    Without a point, return the pieces that opening reads.
-    """
-    pieces = set[int]()
-    for trust_container in ways:
-        with _open_like_loaders(file_info, trust_container) as (container, file):
-            if point is not None:
-                _seek(container, point)
-        pieces |= file.take()
-    return pieces
-
-
-def _seek(container: Any, point: _LookupPoint) -> None:
-    stream = container.streams[point[0]]
-    container.seek(point[1], stream=stream, backward=True)
-    with demuxed(container, stream) as packets:
-        next(packets, None)
+def _pieces_read(file_info: FileInfo, point: _LookupPoint | None, trust_container: bool) -> set[int]:
+    """Return the pieces that libav reads up to the first packet at `point`. Without a point, those that opening reads."""
+    with _open_like_loaders(file_info, trust_container) as (container, file):
+        if point is not None:
+            stream = container.streams[point[0]]
+            container.seek(point[1], stream=stream, backward=True)
+            with demuxed(container, stream) as packets:
+                next(packets, None)
+    return file.pieces_read
 
 
 def _open_path(path: str) -> Any:
@@ -371,18 +334,13 @@ class _RecordingFile:
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
-        self._pieces = set[int]()
-
-    def take(self) -> set[int]:
-        """Return the pieces that were read since the last call."""
-        pieces, self._pieces = self._pieces, set()
-        return pieces
+        self.pieces_read = set[int]()
 
     def read(self, size: int = -1) -> bytes:
         start = self._file.tell()
         data = self._file.read(size if size < 0 else min(size, self._size - start % self._size))
         if data:
-            self._pieces.update(range(start // self._size, (start + len(data) - 1) // self._size + 1))
+            self.pieces_read.update(range(start // self._size, (start + len(data) - 1) // self._size + 1))
         return data
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Any, NamedTuple
 
+from headrace.dataio.core import limits
 from headrace.dataio.shards.media.bitstream import WITH_HIDDEN_FRAMES, is_random_access, is_shown, length_size
 from headrace.dataio.shards.media.streams import check_frame_count
 from headrace.dataio.shards.pieces import piece_size
@@ -59,7 +60,8 @@ class VideoPackets:
     def add(self, packet: Any) -> None:
         """Add the next packet, which is not empty."""
         self.packets += 1
-        check_frame_count(self.packets)
+        if self.packets > limits.VIDEO_FRAMES:
+            check_frame_count(self.packets)
         pts = packet.pts
         if packet.is_keyframe:
             self._add_key(packet, pts)
