@@ -158,7 +158,8 @@ def _file_info(ext: str, path: str) -> FileInfo:
     with open(path, "rb", buffering=0) as file:
         info = os.fstat(file.fileno())
         hasher = Hasher(piece_size(info.st_size))
-        while chunk := file.read(_HASH_BYTES):
+        chunk_bytes = min(_HASH_BYTES, info.st_size + 1)
+        while chunk := file.read(chunk_bytes):
             hasher.update(chunk)
     return FileInfo(ext, path, info.st_size, info.st_mtime_ns, hasher.whole(), hasher.pieces())
 
