@@ -100,7 +100,7 @@ NOISE = b"\x5a\x17" * 2000
 def remuxed(data: bytes, form: str, change: Callable[[int, bytes], bytes]) -> bytes:
     """The audio in a new container; `change` returns what becomes of the packet with this number."""
     target = io.BytesIO()
-    with av.open(io.BytesIO(data)) as old, av.open(target, "w", format=form) as new:
+    with av.open(io.BytesIO(data), "r") as old, av.open(target, "w", format=form) as new:
         stream: Any = new.add_stream_from_template(old.streams.audio[0])
         for number, packet in enumerate(p for p in old.demux(audio=0) if p.size):
             changed = av.Packet(change(number, bytes(packet)))
@@ -221,8 +221,9 @@ def dts_frames(count: int, size: int = 2012) -> bytes:
 
 def test_the_start_of_the_audio_is_that_of_its_first_decoded_frame() -> None:
     data = made(KINDS["m4a aac, silence first"])
-    with av.open(io.BytesIO(data)) as container:
+    with av.open(io.BytesIO(data), "r") as container:
         first = next(container.decode(audio=0))
     audio = probe(data, ext="m4a").audio
     assert audio is not None
+    assert first.time_base is not None
     assert audio.start == (first.pts or 0) * Fraction(first.time_base)
