@@ -205,9 +205,18 @@ class Packer:
     run: Callable[[list[Path], Path], None]
 
 
+_IMPORTS = (
+    "headrace.dataio.shards.ingest.pack",
+    "headrace.dataio.shards.query.tables",
+    "headrace.dataio.store.posix",
+    "headrace.dataio.store.retry",
+    "importlib.metadata",
+    "pyarrow.parquet",
+)
+"""The modules that `pack` imports, also those that it imports when it needs them."""
 OURS, PEER = "headrace", "ShardWriter + PyAV"
 CANDIDATES = {
-    OURS: Packer(("headrace.dataio.shards.ingest.pack",), _headrace),
+    OURS: Packer(_IMPORTS, _headrace),
     "ShardWriter, no index": Packer(("webdataset",), partial(_shard_writer, probed=False)),
     PEER: Packer(("webdataset", "av"), partial(_shard_writer, probed=True)),
 }

@@ -136,7 +136,7 @@ class AudioInfo(msgspec.Struct, frozen=True, gc=False):
 
     `start_pts` is the timestamp of the first sample, in units of `time_base`. Older indexes do not record it, and
     `time_base` is then None. `marks` are some packets, in order. Readers check other ways of finding packets against
-    them. A stream that does not decode without errors has no marks.
+    them. A stream has no marks if its decoder reports errors while the index is made.
     """
 
     ext: str

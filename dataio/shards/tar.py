@@ -47,6 +47,8 @@ _COMPRESSION = {
 """The first bytes of compressed files."""
 MAX_SAMPLE_MEMBERS = 10_000
 """The most members that a sample may have, in a tar or in a folder."""
+_PLAIN_LENGTH = 8**11
+"""A length of this many bytes or more needs a pax header."""
 _DALI_VERSION = "v1.1"
 
 
@@ -89,7 +91,8 @@ def padded(length: int) -> int:
 
 def member_bytes(name: str, length: int) -> int:
     """Return the bytes that a member takes in a shard, including header and padding."""
-    return len(header_for(name, length)) + padded(length)
+    is_plain = length < _PLAIN_LENGTH and len(name) <= tarfile.LENGTH_NAME and name.isascii()
+    return (BLOCK if is_plain else len(header_for(name, length))) + padded(length)
 
 
 def layout(members: Iterable[tuple[str, int]]) -> tuple[list[MemberLayout], int]:

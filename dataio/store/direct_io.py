@@ -253,6 +253,14 @@ class FileWriter:
         self._background.add(head)
 
 
+def _new_block() -> mmap.mmap:
+    """Return memory for `_BLOCK` bytes, if possible in huge pages: the kernel clears them in a tenth of the time."""
+    memory = mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel may be built without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class _BackgroundWriter:
     """Writes runs of up to `_BLOCK` bytes in the background.
 
@@ -313,7 +321,7 @@ class _BackgroundWriter:
         import numpy as np
 
         if self._block is None:
-            self._block = self._free.pop() if self._free else np.frombuffer(mmap.mmap(-1, _BLOCK), np.uint8)
+            self._block = self._free.pop() if self._free else np.frombuffer(_new_block(), np.uint8)
         np.copyto(self._block[self._end : self._end + len(view)], np.frombuffer(view, np.uint8))
         self._end, self._length = self._end + len(view), self._length + len(view)
         return len(view)

@@ -11,7 +11,6 @@ back end that sends parts retries each one with `call`.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TypeVar
@@ -85,6 +84,8 @@ async def call_async(
     draw: Callable[[], float] = random.random,
 ) -> T:
     """As `call`, for a coroutine function. The pauses do not block the event loop."""
+    import asyncio  # slow to import, and `call` needs none of it
+
     tries = _Tries(policy, clock, draw)
     while True:
         try:

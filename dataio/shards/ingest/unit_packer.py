@@ -242,7 +242,8 @@ def _read_unchanged(file_info: FileInfo) -> Iterator[bytes]:
     hasher = xxhash.xxh3_64()
     try:
         with open(file_info.path, "rb", buffering=0) as file:
-            while chunk := file.read(_READ_BYTES):
+            chunk_bytes = min(_READ_BYTES, file_info.size + 1)
+            while chunk := file.read(chunk_bytes):
                 hasher.update(chunk)
                 yield chunk
     except OSError as error:

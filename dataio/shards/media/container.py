@@ -53,7 +53,8 @@ MEDIA_EXTENSIONS = frozenset(
 DEMUXER_OF = {"mp4": "mov", "m4v": "mov", "mov": "mov", "mkv": "matroska", "webm": "matroska"}
 """libav's demuxer for a format of videos, if the format needs no probing."""
 _WITH_DECODE_TIMES = frozenset(["mp4", "m4v", "mov"])
-_IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])
+IN_ORDER = frozenset(["av1", "vp8", "vp9", "mjpeg"])
+"""Codecs whose frames are stored in the order in which they are shown."""
 
 VIDEO_EXTENSIONS = MEDIA_EXTENSIONS - {"wav", "flac", "mp3", "ogg", "oga", "opus", "m4a", "m4b", "mka"}
 """The extensions of `MEDIA_EXTENSIONS` whose files can hold video."""
@@ -118,7 +119,17 @@ def has_decode_order(format: str, codec: str) -> bool:
 
     The container stores decode times, or the codec decodes frames in the order in which they are shown.
     """
-    return format in _WITH_DECODE_TIMES or codec in _IN_ORDER
+    return format in _WITH_DECODE_TIMES or codec in IN_ORDER
+
+
+def is_wav(head: bytes) -> bool:
+    """Return whether a file with these first 12 bytes is WAV."""
+    return head[:4] == b"RIFF" and head[8:12] == b"WAVE"
+
+
+def may_describe_streams(head: bytes) -> bool:
+    """Return whether a file with these first 12 bytes is MP4 or Matroska, whose headers describe the streams."""
+    return head[4:8] in _FIRST_BOXES or head.startswith(EBML)
 
 
 def unsupported_media(extensions: Collection[str]) -> tuple[str, str] | None:

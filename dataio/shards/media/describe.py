@@ -18,8 +18,9 @@ Invariants:
   All other values stay only in the JSON member.
 * Only files with pieces have a head. The head is a hint, and samples do not depend on it.
 * To find the head, `with_head` opens the file as loaders do: trusting the container's description of its streams for
-  video for which `has_decode_order` is true, and not trusting it for other video and for audio. Each time, it seeks to a
-  key frame (or a time) in the middle, and to one at the end. The head is the pieces that both seeks read.
+  video for which `has_decode_order` is true, and not trusting it for other video and for files without video. Each
+  time, it seeks to a key frame (or a time) in the middle, and to one at the end. The head is the pieces that both seeks
+  read.
 * If a seek reads all data before its target, the head is half of the file or more. Loaders then know that partial reads
   do not pay off.
 * An MP3 has no index from time to position, so libav would read all data before a time. The index therefore records
@@ -68,6 +69,7 @@ from headrace.dataio.shards.media.messages import (
     MemberFiles,
 )
 from headrace.dataio.shards.media.probe import Probe, probe
+from headrace.dataio.shards.media.streams import LIGHT_DECODING
 from headrace.dataio.shards.pieces import Hasher, piece_size, runs
 from headrace.dataio.shards.sample import AudioInfo, VideoInfo
 
@@ -156,7 +158,8 @@ def _file_info(ext: str, path: str) -> FileInfo:
     with open(path, "rb", buffering=0) as file:
         info = os.fstat(file.fileno())
         hasher = Hasher(piece_size(info.st_size))
-        while chunk := file.read(_HASH_BYTES):
+        chunk_bytes = min(_HASH_BYTES, info.st_size + 1)
+        while chunk := file.read(chunk_bytes):
             hasher.update(chunk)
     return FileInfo(ext, path, info.st_size, info.st_mtime_ns, hasher.whole(), hasher.pieces())
 
@@ -216,7 +219,12 @@ def _is_promoted(value: object) -> bool:
 # --- the head of a file
 
 _READ_BYTES = 1 << 16
-_OPTIONS = {"format_whitelist": DEMUXERS, "protocol_whitelist": "", "max_pixels": str(limits.FRAME_PIXELS)}
+_OPTIONS = {
+    "format_whitelist": DEMUXERS,
+    "protocol_whitelist": "",
+    "max_pixels": str(limits.FRAME_PIXELS),
+    **LIGHT_DECODING,
+}
 _TRUST_OPTIONS = {**_OPTIONS, "codec_whitelist": "none"}
 
 _LookupPoint = tuple[int, int]
@@ -233,23 +241,23 @@ def with_head(file_info: FileInfo, probe: Probe) -> FileInfo:
     try:
         if probe.container == "mp3" and probe.video is None:
             marks = _find_marks(file_info, probe)
-        ways = _ways_of_opening(probe)
+        trusting = _is_trusted(probe)
         if marks:
-            head = _pieces_read(file_info, None, ways)
+            head = _pieces_read(file_info, None, trusting)
         else:
             middle, end = _lookup_points(file_info.path, probe)
-            head = _pieces_read(file_info, middle, ways) & _pieces_read(file_info, end, ways)
+            head = _pieces_read(file_info, middle, trusting) & _pieces_read(file_info, end, trusting)
     except (CorruptionError, av.error.FFmpegError, OSError, EOFError, LookupError, ValueError):
         return file_info
     return replace(file_info, pieces=replace(file_info.pieces, head=runs(head), marks=marks))
 
 
-def _ways_of_opening(probe: Probe) -> set[bool]:
-    """Return whether loaders trust the container's description of the streams: both, for some files with audio."""
-    ways = {False} if probe.audio is not None or probe.video is None else set[bool]()
-    if probe.video is not None:
-        ways.add(has_decode_order(probe.video.format, probe.video.codec))
-    return ways
+def _is_trusted(probe: Probe) -> bool:
+    """Return whether loaders trust the container's description of the streams when they open it for its video.
+
+    To open it for its audio, libav reads the same pieces, but it also decodes frames, which takes much longer.
+    """
+    return probe.video is not None and has_decode_order(probe.video.format, probe.video.codec)
 
 
 def _find_marks(file_info: FileInfo, probe: Probe) -> _Marks:
@@ -291,22 +299,15 @@ def _lookup_points(path: str, probe: Probe) -> tuple[_LookupPoint, _LookupPoint]
     return (probe.audio.stream, start + length // 2), (probe.audio.stream, start + length * 9 // 10)
 
 
-def _pieces_read(file_info: FileInfo, point: _LookupPoint | None, ways: set[bool]) -> set[int]:
-    """Return the pieces that libav reads up to the first packet at `point`, in these ways of opening.
-
-    Without a point, return the pieces that opening reads.
-    """
-    assert file_info.pieces is not None
-    pieces = set[int]()
-    for trust_container in ways:
-        with _open_like_loaders(file_info, trust_container) as (container, file):
-            if point is not None:
-                stream = container.streams[point[0]]
-                container.seek(point[1], stream=stream, backward=True)
-                with demuxed(container, stream) as packets:
-                    next(packets, None)
-        pieces |= file.pieces_read
-    return pieces
+def _pieces_read(file_info: FileInfo, point: _LookupPoint | None, trust_container: bool) -> set[int]:
+    """Return the pieces that libav reads up to the first packet at `point`. Without a point, those that opening reads."""
+    with _open_like_loaders(file_info, trust_container) as (container, file):
+        if point is not None:
+            stream = container.streams[point[0]]
+            container.seek(point[1], stream=stream, backward=True)
+            with demuxed(container, stream) as packets:
+                next(packets, None)
+    return file.pieces_read
 
 
 def _open_path(path: str) -> Any:

@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import av.error
-import numpy as np
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError, UnsupportedError
@@ -300,6 +299,8 @@ def _check_same_pictures(source: str, clip_files: list[ClipFile]) -> None:
 
     The times must increase.
     """
+    import numpy as np  # takes a third of the time in which a worker starts, and few recipes need it
+
     last_time = float("-inf")
     copied = (one for clip_file in clip_files for one in _decoded_pictures(clip_file.path, clip_file.start))
     for original, copy in zip_longest(_decoded_pictures(source, 0.0), copied):

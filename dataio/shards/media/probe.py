@@ -19,8 +19,9 @@ Invariants:
   as libav gives it.
 * The index has the time of the first audio sample and the offsets of some audio packets. Both are as libav gives them
   when it reads the file from the beginning. Audio packets of Matroska that begin before time zero are left out, because
-  Matroska stores no usable time for them. If audio does not decode without an error, no packets are marked, and
-  loaders let libav find the packets.
+  Matroska stores no usable time for them. Samples are counted as the decoder outputs them, mostly without decoding them
+  (`headrace.dataio.shards.media.audio_counter`). If the decoder reports an error, no packets are marked, and loaders
+  let libav find the packets.
 * At least one frame was decoded. A file that cannot be decoded at all is rejected. `probe` does not look for damage
   further inside the video. Such a file passes, and the loader that finds the damage quarantines the sample.
 * At most `limits.VIDEO_FRAMES` frames and `limits.AUDIO_VALUES` audio values are counted.
@@ -35,7 +36,6 @@ from __future__ import annotations
 import io
 import os
 import stat
-from bisect import bisect_left
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -44,34 +44,29 @@ from typing import Any
 import av
 import av.error
 import msgspec
-from av.audio.frame import AudioFrame
 from av.video.frame import VideoFrame
 
 from headrace.dataio.core import limits
 from headrace.dataio.core.errors import AccessDeniedError, CorruptionError, NotFoundError, UnsupportedError
-from headrace.dataio.shards.media.bitstream import is_random_access, is_shown, length_size
-from headrace.dataio.shards.media.container import (
-    demuxed,
-    lies_before,
-)
+from headrace.dataio.shards.media.audio_counter import AudioCounter, UncountableError
+from headrace.dataio.shards.media.container import demuxed
 from headrace.dataio.shards.media.images import color_of
 from headrace.dataio.shards.media.streams import (
     AUDIO_DECODE_OPTIONS,
+    LIGHT_DECODING,
     check_file,
     check_frame_count,
     check_video,
     configure_decoder,
     open_container,
+    open_described,
     pick_audio,
     pick_video,
-    zero_offset,
+    zero_offset_from,
 )
-from headrace.dataio.shards.pieces import piece_size
-from headrace.dataio.shards.sample import AudioInfo, AudioMark, KeyFrame, VideoInfo
+from headrace.dataio.shards.media.video_packets import Count, VideoPackets
+from headrace.dataio.shards.sample import AudioInfo, KeyFrame, VideoInfo
 
-_ONE_PACKET_ONE_FRAME = frozenset(["h264", "hevc", "av1", "vp8", "vp9", "mjpeg", "prores", "dnxhd", "ffv1", "rawvideo"])
-MARK_BYTES, MAX_MARKS = 64 * limits.KIB, 128
-"""The least distance between marked audio packets in bytes, and the approximate limit of marks."""
 _MIN_FRAME_RATE = Fraction(1, 1000)
 
 
@@ -87,19 +82,6 @@ class Probe(msgspec.Struct, frozen=True):
     video: VideoInfo | None
     audio: AudioInfo | None
     notes: tuple[str, ...] = ()
-
-
-class _Packet(msgspec.Struct, frozen=True):
-    pts: int | None
-    duration: int
-    key: bool
-    shown: bool
-    picture: bool
-    """Whether it is a complete JPEG, which always decodes to one frame."""
-    at: int
-    """Its offset in the file in bytes, if libav gives it."""
-    unclean: bool = False
-    """Whether the container marks it as a key frame, although decoding cannot begin at it."""
 
 
 def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> Probe:
@@ -138,23 +120,31 @@ def probe(source: str | os.PathLike[str] | bytes, *, ext: str | None = None) -> 
 
 
 def _probe_open(source: Any, ext: str) -> Probe:
-    with open_container(source) as container:
+    try:
+        return _probe_streams(source, ext, by_packets=True)
+    except UncountableError:
+        return _probe_streams(source, ext, by_packets=False)
+
+
+def _probe_streams(source: Any, ext: str, *, by_packets: bool) -> Probe:
+    with open_described(source) as container:
         video, audio = pick_video(container), pick_audio(container)
         if video is None and audio is None:
             raise UnsupportedError("the file has no video or audio stream that can be decoded")
         if video is not None:
             check_video(video)
+        counter = AudioCounter(container.size, by_packets=by_packets)
         try:
-            packets, first_frame, audio_counter = _demux(container, video, audio, zero_offset(source, container, audio))
+            packets, first_frame = _demux(source, container, video, audio, counter)
         except av.error.FFmpegError as error:
             raise CorruptionError(f"cannot be demuxed to its end: {error.strerror}") from error
-        video_info = None if video is None else _video_info(source, ext, container, video, packets, first_frame)
-        audio_info = None if audio is None else audio_counter.info(ext, audio)
-        return _result(container, video_info, audio_info, audio_counter, sum(p.unclean for p in packets))
+        video_info = None if packets is None else _video_info(source, ext, container, video, packets, first_frame)
+        audio_info = None if audio is None else counter.info(ext, audio)
+        return _result(container, video_info, audio_info, counter, 0 if packets is None else len(packets.unclean))
 
 
 def _result(
-    container: Any, video: VideoInfo | None, audio: AudioInfo | None, counter: _AudioCounter, unclean: int
+    container: Any, video: VideoInfo | None, audio: AudioInfo | None, counter: AudioCounter, unclean: int
 ) -> Probe:
     notes, audio_errors = [], counter.errors
     if counter.early:
@@ -181,107 +171,51 @@ def _result(
     return Probe(container.format.name, seconds, video, audio, tuple(notes))
 
 
-class _AudioCounter:
-    """Counts the samples that the audio decoder outputs.
-
-    It also takes the sample rate and the channels from the output, because headers may give wrong values (HE-AAC). It
-    marks some packets of a file of `size` bytes: the first, about one in each `MARK_BYTES` (in large files fewer), and
-    the last. Packets before the offset `zero` are decoded, since the decoder's state depends on them, but they do not
-    count.
-    """
-
-    def __init__(self, size: int, zero: int) -> None:
-        self.samples = self.errors = self.early = self.rate = self.channels = 0
-        self._start, self._zero = 0, zero
-        self._marks, self._last = list[AudioMark](), AudioMark(-1, 0)
-        self._mark_distance, self._size = max(MARK_BYTES, size // MAX_MARKS), size
-
-    def feed(self, packet: Any) -> None:
-        early = lies_before(packet, self._zero)
-        self.early += early
-        try:
-            for frame in packet.decode():
-                if not early:
-                    self._add(frame)
-        except av.error.FFmpegError:
-            self.errors += 1
-        if not early:
-            self._mark(packet)
-
-    def _add(self, frame: AudioFrame) -> None:
-        if not self.samples:
-            self._start = frame.pts or 0  # some frames have no timestamps
-        self.samples += frame.samples
-        self.rate, self.channels = self.rate or frame.sample_rate, self.channels or len(frame.layout.channels)
-        if self.samples * self.channels > limits.AUDIO_VALUES:
-            raise UnsupportedError(f"its audio has more than {limits.AUDIO_VALUES} samples; split it")
-
-    def _mark(self, packet: Any) -> None:
-        """Mark the packet, if it is far enough from the last mark.
-
-        If several packets have one offset, as on a page of Ogg, only the first counts.
-        """
-        if not packet.size or packet.pts is None or not self._last.at < _packet_offset(packet) < self._size:
-            return
-        self._last = AudioMark(_packet_offset(packet), packet.pts)
-        if not self._marks or self._last.at >= self._marks[-1].at + self._mark_distance:
-            self._marks.append(self._last)
-
-    def info(self, ext: str, stream: Any) -> AudioInfo | None:
-        if not self.samples:
-            return None
-        codec = stream.codec_context.codec.canonical_name
-        ends = (self._last,) if self._marks and self._marks[-1] != self._last else ()
-        return AudioInfo(
-            *(ext, stream.index, codec, self.rate, self.channels, self.samples),
-            time_base=Fraction(stream.time_base),
-            start_pts=self._start,
-            marks=() if self.errors else (*self._marks, *ends),
-        )
-
-
-def _demux(container: Any, video: Any, audio: Any, zero: int) -> tuple[list[_Packet], VideoFrame | None, _AudioCounter]:
-    """Read the file once: collect all video packets, decode the first frame, and decode and count all audio."""
-    packets: list[_Packet] = []
-    first_frame: VideoFrame | None = None
-    audio_counter = _AudioCounter(container.size, zero)
-    for stream in (video, audio):
-        if stream is not None:
-            configure_decoder(stream)
+def _demux(
+    source: Any, container: Any, video: Any, audio: Any, counter: AudioCounter
+) -> tuple[VideoPackets | None, VideoFrame | None]:
+    """Read the file once: collect what all video packets say, decode the first frame, and count all audio."""
+    video_packets, first_frame, is_first = None, None, True
+    if video is not None:
+        configure_decoder(video, LIGHT_DECODING)
+        video_packets = VideoPackets(video)
     if audio is not None:
-        audio.codec_context.options = AUDIO_DECODE_OPTIONS
-    codec = "" if video is None else video.codec_context.codec.canonical_name
-    units = 0 if video is None else length_size(codec, video.codec_context.extradata)
-    with demuxed(container, *(s for s in (video, audio) if s is not None)) as demuxed_packets:
-        for packet in demuxed_packets:
-            # not stream_index, which is always 0 for a flush packet
-            if audio is not None and packet.stream.index == audio.index:
-                audio_counter.feed(packet)
+        configure_decoder(audio, AUDIO_DECODE_OPTIONS)
+    with demuxed(container, *(s for s in (video, audio) if s is not None)) as packets:
+        for packet in packets:
+            if packet.stream is audio:  # not stream_index, which is always 0 for a flush packet
+                if is_first:
+                    counter.zero, is_first = zero_offset_from(packet, source, container), False
+                counter.feed(packet)
                 continue
-            first_frame = first_frame or next(_decode(packet), None)
+            assert video_packets is not None
+            if first_frame is None:
+                first_frame = _first_frame(packet, is_first=not video_packets.packets)
             if packet.size:
-                data, marked = memoryview(packet), packet.is_keyframe
-                shown = not packet.is_discard and is_shown(codec, data)
-                picture = codec == "mjpeg" and _is_jpeg(data)
-                key = marked and is_random_access(codec, data, units)
-                packets.append(
-                    _Packet(
-                        pts=packet.pts,
-                        duration=packet.duration or 0,
-                        key=key,
-                        shown=shown,
-                        picture=picture,
-                        at=_packet_offset(packet),
-                        unclean=marked != key,
-                    )
-                )
-                check_frame_count(len(packets))
-    return packets, first_frame, audio_counter
+                video_packets.add(packet)
+    return video_packets, first_frame
 
 
-def _is_jpeg(data: memoryview) -> bool:
-    """Return whether the data have the first and the last marker of a JPEG. A few bytes of padding may follow."""
-    return bytes(data[:2]) == b"\xff\xd8" and b"\xff\xd9" in bytes(data[-16:])
+def _first_frame(packet: Any, *, is_first: bool) -> VideoFrame | None:
+    """Return the first frame that the decoder outputs, or None if it needs a further packet.
+
+    Of the stream's first packet, the decoder must output the frame at once, even if later packets are shown before it.
+    """
+    if is_first and packet.size:
+        context = packet.stream.codec_context
+        frames = [*_decode(packet), *_flush(packet.stream)]
+        context.flush_buffers()
+        if frames:
+            return frames[0]
+    return next(_decode(packet), None)
+
+
+def _flush(stream: Any) -> Iterator[VideoFrame]:
+    """Yield the frames that the decoder still has."""
+    try:
+        yield from stream.decode(None)
+    except av.error.FFmpegError:
+        return
 
 
 def _decode(packet: Any) -> Iterator[VideoFrame]:
@@ -292,15 +226,14 @@ def _decode(packet: Any) -> Iterator[VideoFrame]:
 
 
 def _video_info(
-    source: Any, ext: str, container: Any, stream: Any, packets: list[_Packet], first_frame: VideoFrame | None
+    source: Any, ext: str, container: Any, stream: Any, packets: VideoPackets, first_frame: VideoFrame | None
 ) -> VideoInfo:
     if first_frame is None:
         raise CorruptionError(f"no frame of the video stream can be decoded within {limits.FRAME_PIXELS} pixels")
     has_empty_packets = "avi" in container.format.name
-    packets_are_frames = not has_empty_packets or all(packet.picture for packet in packets)
-    counted = _count_packets(stream, packets) if packets_are_frames else None
+    counted = packets.count() if packets.whole_pictures or not has_empty_packets else None
     frames, keys, start, end = counted or _count_by_decoding(source, stream, packets)
-    keys = _with_offsets(keys, packets, container.size)
+    keys = packets.with_offsets(keys, container.size)
     rate = stream.average_rate or stream.guessed_rate or Fraction(0)
     if end <= start:  # the last frame's own duration is unknown
         end = start + 1
@@ -324,49 +257,12 @@ def _video_info(
     )
 
 
-_Count = tuple[int, tuple[KeyFrame, ...], int, int]
-"""The number of frames, the key frames, the pts of the first frame, and the pts at which the last frame ends."""
-
-
-def _count_packets(stream: Any, packets: list[_Packet]) -> _Count | None:
-    """Count by packets. Return None if a packet may not be exactly one frame."""
-    shown = sorted(p.pts for p in packets if p.shown and p.pts is not None)
-    keys = [p.pts for p in packets if p.key and p.pts is not None]
-    packets_are_frames = (
-        stream.codec_context.codec.canonical_name in _ONE_PACKET_ONE_FRAME
-        and shown
-        and packets[0].key
-        and all(p.pts is not None for p in packets)
-        and len(set(shown)) == len(shown)
-        and keys
-        and shown[0] >= keys[0]  # else leading frames lack their references, and decoders drop them
-    )
-    if not packets_are_frames:
-        return None
-    key_frames = tuple(KeyFrame(pts, bisect_left(shown, pts)) for pts in sorted(set(keys)))
-    end = max(p.pts + p.duration for p in packets if p.shown and p.pts is not None)
-    step = (shown[-1] - shown[0]) // (len(shown) - 1) if len(shown) > 1 else 0
-    return len(shown), key_frames, shown[0], end if end > shown[-1] else shown[-1] + step
-
-
-def _packet_offset(packet: Any) -> int:
-    return -1 if packet.pos is None else packet.pos
-
-
-def _with_offsets(keys: tuple[KeyFrame, ...], packets: list[_Packet], size: int) -> tuple[KeyFrame, ...]:
-    """Return the key frames with the offsets of their packets, if a file of `size` bytes may be read in part."""
-    if piece_size(size) is None:
-        return keys
-    offsets = {p.pts: p.at for p in packets if p.key and 0 <= p.at < size}
-    return tuple(KeyFrame(key.pts, key.index, offsets.get(key.pts, -1)) for key in keys)
-
-
-def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Count:
-    unclean = {p.pts for p in packets if p.unclean}
+def _count_by_decoding(source: Any, stream: Any, packets: VideoPackets) -> Count:
+    unclean = set(packets.unclean)
     keys, times, end, count = [], [], 0, 0
     with open_container(source) as container:
         reopened = container.streams[stream.index]
-        configure_decoder(reopened)
+        configure_decoder(reopened, LIGHT_DECODING)
         with demuxed(container, reopened) as demuxed_packets:
             for packet in demuxed_packets:
                 for frame in _decode(packet):
@@ -379,4 +275,4 @@ def _count_by_decoding(source: Any, stream: Any, packets: list[_Packet]) -> _Cou
                     count += 1
                     check_frame_count(count)
     start = min(times, default=0)
-    return count, tuple(keys) or (KeyFrame(start, 0),), start, end
+    return Count(count, tuple(keys) or (KeyFrame(start, 0),), start, end)

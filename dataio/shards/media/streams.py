@@ -9,6 +9,8 @@ Invariants:
 * No frame of more than `limits.FRAME_PIXELS` is decoded, not even while the file is opened. The values in the container
   and in the bitstream are not trusted.
 
+* `open_described` gives the same streams and packets as `open_container`. It only spares libav's decoding.
+
 Failure behaviour: `UnsupportedError` for another format, or a video above a limit. `CorruptionError` for a file that is
 empty, truncated, or cannot be opened.
 """
@@ -16,6 +18,7 @@ empty, truncated, or cannot be opened.
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 from typing import Any
 
 import av
@@ -23,18 +26,34 @@ import av.error
 from av.stream import Disposition
 
 from headrace.dataio.core import limits
-from headrace.dataio.core.errors import CorruptionError, UnsupportedError
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UnsupportedError
 from headrace.dataio.shards.media.container import (
     CONVERTED_DEMUXERS,
     DEMUXERS,
+    IN_ORDER,
     STORED_STAMPS,
+    block_time,
     check_complete,
     first_stamped,
+    is_wav,
+    may_describe_streams,
     needs_conversion,
 )
 
 _CONTAINERS = "MP4, MOV, M4A, MKV, WebM, AVI, WAV, FLAC, MP3, Ogg"
+_BLOCK_HEAD = 12
 _DECODE_OPTIONS = {"max_pixels": str(limits.FRAME_PIXELS)}
+_NO_DECODING = {"codec_whitelist": "none"}
+"""With this option, libav decodes nothing when it opens a container. The streams' own decoders are not affected."""
+LIGHT_DECODING = {"skip_loop_filter": "all", "skip_idct": "all"}
+"""To decode frames only for their number and properties: without the last steps, which compute the final pixels."""
+_FEW_GUESSES = {"max_probe_packets": "4"}
+"""libav looks for compressed audio in the first 32 packets of PCM in WAV. With this option, it looks in 4 packets."""
+_DTS = tuple(map(bytes.fromhex, ("7ffe8001", "fe7f0180", "1fffe800", "ff1f00e8", "64582025")))
+"""The first bytes of a frame of DTS. libav finds its frames anywhere in these packets, and other codecs at the start."""
+_WAV_HEAD = 32
+_GUESSED_BYTES = 5_000_000
+"""The most bytes that libav looks at."""
 AUDIO_DECODE_OPTIONS = {"err_detect": "crccheck+explode"}
 """With these options, audio decoders raise an error for the damage that they detect.
 
@@ -63,6 +82,54 @@ def open_container(source: Any, options: dict[str, str] | None = None) -> Any:
         raise UnsupportedError(f"not one of the containers {_CONTAINERS}") from error
     except av.error.FFmpegError as error:
         raise CorruptionError(f"not a readable media file: {error.strerror}") from error
+
+
+def open_described(source: Any) -> Any:
+    """Open a container like `open_container`, but let libav decode nothing if the container describes its streams.
+
+    To decode the first frames of each stream takes most of the time of opening a file.
+    """
+    head = _bytes_at(source, 0, _WAV_HEAD)
+    if is_wav(head) and not _may_hold_dts(_bytes_at(source, 0, _guessed_bytes(head))):
+        return open_container(source, _FEW_GUESSES)
+    if may_describe_streams(head):
+        with suppress(HeadraceError):
+            container = open_container(source, _NO_DECODING)
+            if _describes_streams(container):
+                return container
+            container.close()
+    return open_container(source, LIGHT_DECODING)
+
+
+def _guessed_bytes(head: bytes) -> int:
+    """Return the bytes of a WAV file, or more, in which libav looks for compressed audio: 32 packets of 0.1 seconds."""
+    if head[12:16] != b"fmt ":
+        return _GUESSED_BYTES
+    return min(_GUESSED_BYTES, 64 * limits.KIB + 4 * int.from_bytes(head[28:32], "little"))
+
+
+def _may_hold_dts(data: bytes) -> bool:
+    return any(sync in data for sync in _DTS)
+
+
+def _describes_streams(container: Any) -> bool:
+    """Return whether the container says all that `pick_video` and `pick_audio` compare, the frame rate, and the times.
+
+    If there are several streams of a kind, libav must decode them, because containers may give wrong sizes and channels.
+    In Matroska, libav must decode video whose frames are not stored in the order in which they are shown.
+    """
+    videos = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    sounds = container.streams.audio
+    if len(videos) > 1 or len(sounds) > 1 or not all(s.codec_context for s in (*videos, *sounds)):
+        return False
+    has_times = container.format.name.startswith("mov") or all(
+        s.codec_context.codec.canonical_name in IN_ORDER for s in videos
+    )
+    return (
+        has_times
+        and all(s.codec_context.width and s.codec_context.height and s.average_rate for s in videos)
+        and all(s.codec_context.sample_rate and s.codec_context.channels for s in sounds)
+    )
 
 
 def check_video(stream: Any) -> None:
@@ -114,7 +181,27 @@ def zero_offset(source: Any, container: Any, audio: Any) -> int:
         return first_stamped(stored, stored.streams[audio.index])
 
 
-def configure_decoder(stream: Any) -> None:
-    """Let the stream's decoder use one thread, and decode no frame above the limit."""
+def zero_offset_from(packet: Any, source: Any, container: Any) -> int:
+    """Return what `zero_offset` returns, given the first audio packet. Most files need no second opening then.
+
+    A Matroska block with a time of 0 or more in its cluster does not lie before time zero, whatever its cluster's time.
+    """
+    if "matroska" not in container.format.name:
+        return 0
+    if packet.pos is not None and block_time(_bytes_at(source, packet.pos, _BLOCK_HEAD)) >= 0:
+        return int(packet.pos)
+    return zero_offset(source, container, packet.stream)
+
+
+def _bytes_at(source: Any, offset: int, size: int) -> bytes:
+    if not isinstance(source, str):
+        return bytes(source.getbuffer()[offset : offset + size])
+    with open(source.removeprefix("file:"), "rb", buffering=0) as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def configure_decoder(stream: Any, options: dict[str, str] | None = None) -> None:
+    """Let the stream's decoder use one thread, and decode no frame above the limit. `options` are further options."""
     stream.codec_context.thread_count = 1  # the pool already has a process per core
-    stream.codec_context.options = _DECODE_OPTIONS
+    stream.codec_context.options = _DECODE_OPTIONS | (options or {})

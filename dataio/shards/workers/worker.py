@@ -17,6 +17,7 @@ Failure behaviour: errors of libav become part of the answer. A crash or a hang 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -63,6 +64,7 @@ def serve(hello: bytes, answer: Callable[[bytes], bytes]) -> None:
     """Send `hello`, then answer each message on standard input until the input ends."""
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # text that a library prints must not mix with the answers
+        gc.freeze()  # collections need not look at the modules
         write_frame(out, hello)
         while (frame := read_frame(sys.stdin.buffer)) is not None:
             write_frame(out, answer(frame))

@@ -99,6 +99,16 @@ def test_sizes_above_8_gib_are_written_and_read(tmp_path: Path) -> None:
     assert (entry.length, entry.offset) == (size, len(header))
 
 
+@given(
+    st.text(st.sampled_from("aé/."), max_size=3).map(lambda text: text + "x" * 50),
+    st.integers(0, 120),
+    st.sampled_from([0, 1, 512, (8 << 30) - 1, 8 << 30]),
+)
+def test_the_bytes_of_a_member_are_those_that_it_takes(name: str, longer: int, length: int) -> None:
+    name += "y" * longer
+    assert tar.member_bytes(name, length) == len(tar.header_for(name, length)) + tar.padded(length)
+
+
 @pytest.mark.parametrize("data", [b"", b"12", b"1234"])
 def test_a_payload_of_another_length_stops_the_writing(data: bytes) -> None:
     placed, _ = tar.layout([("a.txt", 3)])
