@@ -103,6 +103,10 @@ class LocalTier:
         matching = [r for r in readable if source in (None, r.source) and run in (None, r.run)]
         return sorted(matching, key=lambda r: (r.place, r.created), reverse=True)
 
+    def records_changed(self) -> int:
+        """When a record was last added, replaced or removed, in nanoseconds. It costs less than `records`."""
+        return os.stat(self.root / "records").st_mtime_ns
+
     def put_record(self, record: Record) -> None:
         """Write or replace the rank's record of the attempt.
 
@@ -134,6 +138,12 @@ class LocalTier:
         """
         with self.locked():
             self._forget(list(records))
+
+    def forget_unchanged(self, records: Iterable[Record]) -> None:
+        """As `forget`, but without records that another process has replaced, for example by a committed one."""
+        with self.locked():
+            paths = ((r, self.root / "records" / _hash(r.source, f"{r.attempt}/{r.rank}")) for r in records)
+            self._forget([r for r, path in paths if _read_record(path) == r])
 
     # space
 
