@@ -260,7 +260,7 @@ class _Headrace(_Saving):
         from headrace.checkpoint import Checkpointer, Keep
 
         super().__init__()
-        self._training, self._lazy, self._is_remote = training, lazy, url.startswith("s3:")
+        self._training, self._is_remote = training, url.startswith("s3:")
         sidecar = None if node is None else str(node.socket)
         uploads, staging = "all" if node is None else "newest", "lazy" if lazy else "eager"
         self._checkpointer = Checkpointer(
@@ -277,9 +277,8 @@ class _Headrace(_Saving):
     def save(self) -> None:
         self._step += 1
         began = time.perf_counter()
-        state = {"state": self._training.state()}
-        more = {"optimizer": self._training.optimizer} if self._lazy else {}
-        handle = self._checkpointer.save(self._step, state | more)
+        state = {"model": self._training.model, "optimizer": self._training.optimizer}
+        handle = self._checkpointer.save(self._step, state)
         self._handles.append(handle)
         self.add(began, lambda: handle.kept)
         self._store_behind.append(self._step - max((h.step for h in self._handles if _is_committed(h)), default=0))

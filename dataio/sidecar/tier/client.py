@@ -74,7 +74,7 @@ class BuddyClient:
             want = _expect(self._channel.answer(), p.Want)
             if want.offset > tier_object.size:
                 raise p.ProtocolError("it requested bytes after the end of the object")
-            self.sent += self._channel.send_bytes(tier_object.pieces(want.offset))
+            self.sent += self._channel.send_object(tier_object, want.offset)
             _expect(self._channel.answer(), p.Stored)
         return True
 

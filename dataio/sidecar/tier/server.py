@@ -336,7 +336,7 @@ class BuddyServer:
             return
         channel.send(p.Found(tier_object.size, tier_object.label.digest))
         try:
-            channel.send_bytes(tier_object.pieces(request.offset))
+            channel.send_object(tier_object, request.offset)
         except HeadraceError as error:  # the file became shorter: end the connection, so the peer notices
             raise ConnectionError(str(error)) from None
 

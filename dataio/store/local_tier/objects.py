@@ -88,6 +88,14 @@ class TierObject:
                 raise CorruptionError(f"the tier's copy of {self.label.key} became shorter")
             yield piece
 
+    def parts(self, start: int, buffer: memoryview) -> Iterator[memoryview]:
+        """As `pieces`, but all pieces are in `buffer`. Each is valid until the next one is requested."""
+        for at in range(start, self.size, len(buffer)):
+            part = buffer[: min(len(buffer), self.size - at)]
+            if not self.fill(at, part):
+                raise CorruptionError(f"the tier's copy of {self.label.key} became shorter")
+            yield part
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
