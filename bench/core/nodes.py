@@ -108,9 +108,9 @@ def two_nodes(folder: Path, tiers: Path, environ: Mapping[str, str], **settings:
     """
     files = certificates(folder / "tls", ADDRESS_A, ADDRESS_B)
     there = f"{ADDRESS_B}:{_free_port(ADDRESS_B)}"
-    a = Node(folder / "a", tiers / "a", environ, buddy=there, **tls_options(files, ADDRESS_A), **settings)
+    a = Node(folder / "a", tiers / "tier-a", environ, buddy=there, **tls_options(files, ADDRESS_A), **settings)
     listens = {"buddy_listen": there, "buddy_names": ADDRESS_A}
-    b = Node(folder / "b", tiers / "b", environ, **listens, **tls_options(files, ADDRESS_B), **settings)
+    b = Node(folder / "b", tiers / "tier-b", environ, **listens, **tls_options(files, ADDRESS_B), **settings)
     try:
         yield a, b
     finally:

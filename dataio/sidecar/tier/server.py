@@ -319,6 +319,7 @@ class BuddyServer:
     def _keep_record(self, channel: p.Channel, data: bytes) -> None:
         try:
             self._local_tier.put_record(documents.as_guest(documents.decode(data, "a buddy's record")))
+            self._local_tier.remove_surplus()
         except (HeadraceError, OSError) as error:
             channel.send(p.Refused(getattr(error, "code", "capacity"), str(error)[:1000]))
             return
