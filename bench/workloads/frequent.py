@@ -196,7 +196,8 @@ def measure(
         figures = {"lost_share": busy / quiet - 1, "cpu_s": (cpu_seconds() - cpu[0]) / steps}
         if tiers:
             figures["daemons_cpu_s"] = (_daemons_cpu(node, buddy) - cpu[1]) / steps
-        return figures | saving.figures(steps, busy)
+        figures.update(saving.figures(steps, busy))
+        return figures
 
 
 def _saving(name: str, url: str, training: Any, node: Node | None) -> Any:
