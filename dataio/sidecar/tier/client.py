@@ -268,8 +268,8 @@ def next_copy(records: Sequence[Record], copied: Container[CopyId]) -> tuple[Rec
     """The record to send next, and how many the buddy lacks or has only in their state before the commit.
 
     A step is begun if the buddy has the records of some of its ranks. It is complete if the buddy has all that are here.
-    A step that was begun goes first, then the newest one. A step that is not committed is left out if it is older than a
-    complete step of the same ranks.
+    A step that was begun goes first, then the newest one. Of several runs, the one whose newest step waits longest is
+    next. A step that is not committed is left out if it is older than a complete step of the same ranks.
 
     Args:
         records: The records of this node that can be copied, newest step first.
@@ -279,7 +279,7 @@ def next_copy(records: Sequence[Record], copied: Container[CopyId]) -> tuple[Rec
     for record in records:
         steps.setdefault((record.source, record.run, record.attempt), []).append(record)
     complete = dict[tuple[str, str], list[set[int]]]()
-    begun, newest, waiting = list[Record](), list[Record](), 0
+    begun, newest, waiting = list[Record](), dict[tuple[str, str], Record](), 0
     for (source, run, _), its in steps.items():
         ranks, unsent = {r.rank for r in its}, [r for r in its if _copy_id(r) not in copied]
         lacking = [r for r in its if not _has(r, copied)]
@@ -289,8 +289,13 @@ def next_copy(records: Sequence[Record], copied: Container[CopyId]) -> tuple[Rec
         elif not any(r.committed for r in its) and any(ranks <= others for others in newer):
             continue
         waiting += len(unsent)
-        (begun if 0 < len(lacking) < len(its) else newest).extend(unsent)
-    return next(iter((*begun, *newest)), None), waiting
+        if 0 < len(lacking) < len(its):
+            begun += unsent
+        elif unsent:
+            newest.setdefault((source, run), unsent[0])
+    if begun:
+        return begun[0], waiting
+    return min(newest.values(), key=lambda record: record.created, default=None), waiting
 
 
 CopyId = tuple[str, int, bool]

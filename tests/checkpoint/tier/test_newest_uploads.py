@@ -17,6 +17,7 @@ from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.test_sidecar import Daemon
 from tests.support.local_tier import Counting, local_tier, record
+from tests.support.ranks import launch
 
 Opens = Callable[..., tuple[Checkpointer, Counting]]
 
@@ -115,6 +116,11 @@ def test_a_successor_restores_the_newest_kept_step(open_one: Opens, gate: thread
             sent = {key for operation, key in sees.calls if operation == "put_multipart"}
             assert len(sent) == 1  # the older steps are not uploaded
         gate.set()
+
+
+def test_all_ranks_keep_the_same_steps_and_upload_the_last_one(daemon: Daemon, tmp_path: Path) -> None:
+    ranks = launch(2, "tests.support.newest_ranks", str(tmp_path / "store"), daemon.socket)
+    assert ranks == [[{"local": [False, True, True]}, {"steps": [1, 3]}]] * 2
 
 
 def test_a_save_before_a_preemption_is_uploaded(open_one: Opens, gate: threading.Event, tmp_path: Path) -> None:
