@@ -41,7 +41,7 @@ from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.arena import Arena, StagedCopy, Staging
 from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tensors, optimizers_in
 from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
-from headrace.checkpoint.saving.slices import SlicedState
+from headrace.checkpoint.saving.slices import SlicedState, released_after
 from headrace.checkpoint.saving.stored_files import WithFiles
 from headrace.checkpoint.state import replicas as comparing
 from headrace.checkpoint.state.save_plan import (
@@ -357,8 +357,8 @@ class Saver:
             plan=put_plan,
             arena_fd=-1 if sliced else arena.fd,
             view=(lambda: sliced) if sliced is not None else arena.view,
-            give_back=staging.give_back if sliced is None else _after(sliced, staging.give_back),
-            abandon=staging.abandon if sliced is None else _after(sliced, staging.abandon),
+            give_back=staging.give_back if sliced is None else released_after(sliced, staging.give_back),
+            abandon=staging.abandon if sliced is None else released_after(sliced, staging.abandon),
             handed_over=handle.set_staged,
             urgent=urgent,
             through=copying.store if isinstance(copying, DeviceSlices) else None,
@@ -495,15 +495,3 @@ def _with_files(save: StagedSave, prepared: PreparedSave, extras: Extras) -> Sta
     files, total = list(zip(places, extras.files.values(), strict=True)), prepared.layout.total
     view = save.view
     return replace(save, arena_fd=-1, view=lambda: WithFiles(view(), files, total))
-
-
-def _after(sliced: SlicedState, release: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that calls `release` after all copies into the arena have stopped."""
-
-    def ended() -> None:
-        try:
-            sliced.cancel()
-        finally:
-            release()
-
-    return ended
