@@ -80,6 +80,10 @@ class Checkpointer(RunExtras):
         base (str | tuple[str, int] | None): Another run of this repository, or (run, step), that this run starts from.
             The first save is deduplicated against it. It is ignored if this run already has a step, or if a step was
             restored before the first save. Default: None.
+        uploads (str): Which steps are uploaded. "all" uploads every step, and a save may wait for earlier ones. "newest"
+            needs a sidecar with a local tier (docs/howto/save-every-step.md). It keeps every step in the tier. A step
+            whose save begins while an earlier one is being uploaded stays there, and is not uploaded: its handle is
+            `local`. `close` uploads the last step. This process saves, not the daemon. Default: "all".
         keep (Keep | None): The retention policy. After each commit, rank 0 removes the run's steps that the policy does
             not keep.
             Default: None, which keeps all steps.
@@ -134,6 +138,7 @@ class Checkpointer(RunExtras):
         world_size: int | None = None,
         compression: str = "none",
         base: str | tuple[str, int] | None = None,
+        uploads: str = "all",
         keep: Keep | None = None,
         on_save_error: str = "log",
         staging: str = "eager",
@@ -147,12 +152,15 @@ class Checkpointer(RunExtras):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         _check_choice("compression", compression, COMPRESSIONS)
+        _check_choice("uploads", uploads, ("all", "newest"))
         _check_choice("on_save_error", on_save_error, ("log", "raise"))
         _check_choice("staging", staging, ("eager", "lazy"))
         _check_choice("check_replicas", check_replicas, POLICIES)
         kept: object = keep
         if kept is not None and not isinstance(kept, Keep):
             raise UsageError(f"keep is {kept!r:.200}", hint="give a policy, such as Keep(last=3)")
+        if uploads == "newest" and sidecar is None:
+            raise UsageError('uploads="newest" needs a sidecar', hint='give sidecar="auto", and the sidecar a tier_dir')
         self._run = names.check_run(run)
         self._ranks = Ranks.from_environment(rank, world_size)
         own_trackers = started(trackers, self._ranks.rank)
@@ -163,7 +171,8 @@ class Checkpointer(RunExtras):
         if direct is not None:
             staging_bytes = staging_bytes or RING_BYTES
         meter = SaveMeter(self._run)
-        self._executor = SaveExecutor(self._store, sidecar, meter=meter)
+        newest_only = uploads == "newest"
+        self._executor = SaveExecutor(self._store, sidecar, meter=meter, through_tier=newest_only)
         self._retention = Retention(self._store, self._run, keep) if keep and self._ranks.rank == 0 else None
         self._lineage = Lineage(self._store, self._run, base)
         self._trackers = BackgroundTrackers(
@@ -177,6 +186,7 @@ class Checkpointer(RunExtras):
             timeout=timeout,
             staging_bytes=check_limit(staging_bytes),
             replicated=matching(replicated),
+            newest_only=newest_only,
         )
         self._attachments = Attachments()
         self._description = Description(self._ranks.world_size, record)
@@ -269,7 +279,7 @@ class Checkpointer(RunExtras):
                 self._saves.wait_for_room(self._wait)
             return extras
 
-        handle = self._saver.start(step, state, urgent, check, name)
+        handle = self._saver.start(step, state, urgent, check, name, may_skip=not urgent and not overwrites)
         if handle.error is None:
             self._attachments.saved(step)
         self._trackers.follow_save(handle, step_metadata.check(metadata))
@@ -391,6 +401,7 @@ class Checkpointer(RunExtras):
         self._lineage.restored(source, restored, latest=requested == "latest")
         if source == self._run:
             self._saves.start_over()
+            self._executor.kept_steps.clear()
         return restored.base.step
 
 

@@ -84,11 +84,13 @@ class Handle:
     """One save, in progress or finished.
 
     `stall`: seconds for which `save` blocked. `committed_by`: "process", or "sidecar" once the sidecar has taken over.
-    `diverged`: as in `SaveResult`.
+    `diverged`: as in `SaveResult`. `local`: whether the save only keeps the step in the node's tier, because
+    `uploads="newest"` and an earlier step is on its way to the store. It is done when the step is kept, and its `result`
+    raises `LocalOnlyError`.
     """
 
-    def __init__(self, step: int, attempt: str) -> None:
-        self.step, self.attempt, self._pid = step, attempt, os.getpid()
+    def __init__(self, step: int, attempt: str, *, local: bool = False) -> None:
+        self.step, self.attempt, self.local, self._pid = step, attempt, local, os.getpid()
         self.stall = 0.0
         self.committed_by = "process"
         self.fetched = False
@@ -96,7 +98,8 @@ class Handle:
         self._copy: Copy | None = None
         self._wait_seconds = 0.0
         self._stall_known = threading.Event()
-        self._staged, self._done = threading.Event(), threading.Event()
+        self._staged, self._kept, self._done = threading.Event(), threading.Event(), threading.Event()
+        self._ended_or_kept = threading.Event()
         self._callbacks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._result: SaveResult | None = None
@@ -106,6 +109,14 @@ class Handle:
     def done(self) -> bool:
         """Whether the save is committed or failed."""
         return self._done.is_set()
+
+    @property
+    def kept(self) -> bool:
+        """Whether the node's local tier has all of this rank's part, or the step is committed.
+
+        With `uploads="all"`, this is known only after the commit.
+        """
+        return self._kept.is_set()
 
     @property
     def error(self) -> BaseException | None:
@@ -185,6 +196,28 @@ class Handle:
         self._require_own()
         return self._done.wait(timeout)
 
+    def wait_kept(self, timeout: float | None = None) -> bool:
+        """Wait until the step is kept (see `kept`), or the save has failed.
+
+        Args:
+            timeout (float | None): Seconds to wait; None waits without limit.
+
+        Returns:
+            bool: Whether the step is kept.
+
+        Raises:
+            UsageError: Called in a forked child.
+
+        Example:
+            >>> import tempfile
+            >>> with Checkpointer(tempfile.mkdtemp(), run="exp42", sidecar=None) as checkpointer:
+            ...     checkpointer.save(1, {"epoch": 3}).wait_kept(timeout=60)
+            True
+        """
+        self._require_own()
+        self._ended_or_kept.wait(timeout)
+        return self.kept
+
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Wait until the save is handed over, or has failed; return False if `timeout` seconds pass first.
 
@@ -222,10 +255,16 @@ class Handle:
         self.committed_by = committed_by
         self._staged.set()
 
+    def set_kept(self) -> None:
+        """For the saver: record that the tier has all of this rank's part."""
+        self._kept.set()
+        self._ended_or_kept.set()
+
     def set_result(self, result: SaveResult) -> None:
         """For the saver: record the commit."""
         self._release()
         self._result = result
+        self._kept.set()
         self._end()
 
     def set_error(self, error: BaseException) -> None:
@@ -236,6 +275,7 @@ class Handle:
 
     def _end(self) -> None:
         self._staged.set()
+        self._ended_or_kept.set()
         with self._lock:
             self._done.set()
             callbacks, self._callbacks = self._callbacks, []

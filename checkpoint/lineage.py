@@ -42,13 +42,17 @@ _LOOKS = 5
 
 
 class Ticket(msgspec.Struct, array_like=True, frozen=True):
-    """Rank 0's answer for one save: the attempt, its timeline and the bases to reference."""
+    """Rank 0's answer for one save: the attempt, its timeline and the bases to reference.
+
+    `local`: all ranks only keep the step in the tiers of their nodes.
+    """
 
     attempt: str
     timeline: int
     bases: tuple[Base, ...]
     store_error: str = ""
     """The error text if the store was unreachable. There is no timeline then, and nothing is saved."""
+    local: bool = False
 
 
 class Lineage:
@@ -82,8 +86,8 @@ class Lineage:
                 repository.ensure_repo(self._store)
                 self._prepared = True
 
-    def new_ticket(self, step: int) -> Ticket:
-        """The ticket of the next save. Only rank 0 calls it.
+    def new_ticket(self, step: int, local: bool = False) -> Ticket:
+        """The ticket of the next save. Only rank 0 calls it. `local`: see `Ticket`.
 
         The store is read only for the first save, for the first after a restore, and if `again` is set. If the store is
         unreachable, no error is raised in the training loop. The ticket holds the reason, and the next save tries
@@ -94,7 +98,7 @@ class Lineage:
         except TransientError as error:
             return Ticket("", 0, (), str(error).encode()[:_ERROR_BYTES].decode(errors="ignore"))
         bases = tuple(base for base in (self._base, self._fork) if base is not None)
-        return Ticket(names.new_id(), self.timeline, bases)
+        return Ticket(names.new_id(), self.timeline, bases, local=local)
 
     def _require_timeline(self, step: int) -> None:
         """Open or join a timeline before the first save, after a restore, and for a step that the timeline has."""

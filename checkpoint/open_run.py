@@ -91,6 +91,8 @@ class OpenRun:
     def close(self, timeout: float | None = None) -> None:
         """Wait for saves in flight, then release everything. Does nothing in a forked child.
 
+        With `uploads="newest"`, the last step is uploaded if only the node's tier has it. Call it on all ranks then.
+
         Args:
             timeout (float | None): Limit of the wait in seconds. Default: None, the checkpointer's `timeout`.
 
@@ -103,6 +105,7 @@ class OpenRun:
         self._closed = True
         try:
             self._saves.wait_for_all(self._wait if timeout is None else timeout)
+            self._saver.upload_last()
             if self._publisher is not None:
                 self._publisher.close(self._wait if timeout is None else timeout)
             if self._retention is not None:

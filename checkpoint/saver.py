@@ -41,7 +41,7 @@ from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.arena import Arena, StagedCopy, Staging
 from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tensors, optimizers_in
 from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
-from headrace.checkpoint.saving.slices import SlicedState
+from headrace.checkpoint.saving.slices import SlicedState, released_after
 from headrace.checkpoint.saving.stored_files import WithFiles
 from headrace.checkpoint.state import replicas as comparing
 from headrace.checkpoint.state.save_plan import (
@@ -52,7 +52,7 @@ from headrace.checkpoint.state.save_plan import (
     flatten_state,
     with_artifacts,
 )
-from headrace.checkpoint.tier.saving import LocalOnlyError
+from headrace.checkpoint.tier.saving import LocalOnlyError, not_uploaded
 from headrace.dataio.core import metrics
 from headrace.dataio.core.errors import ConflictError, HeadraceError, MismatchError, TransientError
 from headrace.dataio.core.log import get_logger, warn_once
@@ -84,6 +84,8 @@ class Options:
     timeout: float
     staging_bytes: int | None
     replicated: Callable[[str], bool]
+    newest_only: bool = False
+    """Whether a save is only kept in the tier while an earlier one is being uploaded."""
 
 
 class Saver:
@@ -111,21 +113,29 @@ class Saver:
         self.staging = Staging(options.staging_bytes)
         self._optimizer_gate, self._planner = OptimizerGate(), SavePlanner()
         self._peers: Peers | None = None
+        self._last_local: plan.PutPlan | None = None
+        self._newest_attempt = ""
         self._aborting: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
         self.upload_hint = 0.0
 
     def start(
-        self, step: int, state: dict[str, Any], urgent: bool, check: Callable[[], Extras], name: Name | None = None
+        self,
+        step: int,
+        state: dict[str, Any],
+        urgent: bool,
+        check: Callable[[], Extras],
+        name: Name | None = None,
+        may_skip: bool = False,
     ) -> Handle:
         """Copy the state and start its commit in a thread.
 
         `check` is called first, and returns what is saved with the state. If it raises on one rank, all ranks raise.
-        `name` is published when the step is committed.
+        `name` is published when the step is committed. `may_skip`: the step may be kept without being uploaded.
         """
         with span("save", step=step):
             began = time.perf_counter()
-            ticket, flat, extras = self._agree(step, state, check)
+            ticket, flat, extras = self._agree(step, state, check, may_skip)
             if not ticket.timeline:
                 return self._not_begun(step, ticket)
             try:
@@ -135,6 +145,7 @@ class Saver:
                     name.withdraw(error)
                 self._abort_in_background(self._attempt(step, ticket), error)
                 raise
+            self._newest_attempt = ticket.attempt
             self._saves.add(handle)
             if self._options.lazy or not copying.sealed:
                 self._wait_or_watch(state, copying)
@@ -196,7 +207,9 @@ class Saver:
 
     # with the other ranks
 
-    def _agree(self, step: int, state: dict[str, Any], check: Callable[[], Extras]) -> tuple[Ticket, FlatState, Extras]:
+    def _agree(
+        self, step: int, state: dict[str, Any], check: Callable[[], Extras], may_skip: bool
+    ) -> tuple[Ticket, FlatState, Extras]:
         """Agree on one attempt on all ranks; return its ticket, this rank's flattened state, and what `check` returned."""
         flat, extras, message, error = None, NOTHING, b"", None
         try:
@@ -204,7 +217,8 @@ class Saver:
             with gc_paused():
                 flat = self._planner.known(flatten_state(state, self._options.replicated))
             if self._ranks.rank == 0:
-                message = msgspec.msgpack.encode(self._lineage.new_ticket(step))
+                local = may_skip and self._is_skipped()
+                message = msgspec.msgpack.encode(self._lineage.new_ticket(step, local))
         except Exception as caught:  # any error must be reported to the other ranks
             error = caught
         number = step if isinstance(step, int) and 0 <= step < names.STEP_LIMIT else 0
@@ -216,6 +230,10 @@ class Saver:
             probe = PeerProbe()
             self._peers = Peers(self._ranks.all(card(probe)), self._ranks.rank, probe)
         return ticket, flat, extras
+
+    def _is_skipped(self) -> bool:
+        """Whether the next step is only kept, because an earlier one is on its way to the store. Rank 0 decides it."""
+        return self._options.newest_only and self._executor.has_tier and self._saves.uploading
 
     def _compare_replicas(self, step: int, prepared: PreparedSave) -> tuple[str, ...]:
         """Names of replicated tensors that differ between ranks. The ranks concerned and rank 0 log them."""
@@ -253,7 +271,7 @@ class Saver:
         name: Name | None,
     ) -> tuple[Handle, Copying | SlicedState]:
         prepared = self._planner.prepare(flat, self._ranks)
-        handle = Handle(step, ticket.attempt)
+        handle = Handle(step, ticket.attempt, local=ticket.local)
         handle.diverged = self._compare_replicas(step, prepared)
         # the next two come after all collective calls, because they may fail on this rank alone
         prepared = with_artifacts(prepared, extras.artifacts, {n: file.nbytes for n, file in extras.files.items()})
@@ -274,6 +292,7 @@ class Saver:
             handle.follow(copying)
             put_plan = self._plan(step, ticket, prepared, extras)
             save = _with_files(self._staged_save(put_plan, staging, arena, copying, handle, urgent), prepared, extras)
+            save = replace(save, local=ticket.local, kept=handle.set_kept)
             kept = staging is self.staging and not isinstance(copying, SlicedState)
             copy = StagedCopy(ticket.attempt, prepared.tree, tuple(specs), layout) if kept else None
             threading.Thread(
@@ -338,8 +357,8 @@ class Saver:
             plan=put_plan,
             arena_fd=-1 if sliced else arena.fd,
             view=(lambda: sliced) if sliced is not None else arena.view,
-            give_back=staging.give_back if sliced is None else _after(sliced, staging.give_back),
-            abandon=staging.abandon if sliced is None else _after(sliced, staging.abandon),
+            give_back=staging.give_back if sliced is None else released_after(sliced, staging.give_back),
+            abandon=staging.abandon if sliced is None else released_after(sliced, staging.abandon),
             handed_over=handle.set_staged,
             urgent=urgent,
             through=copying.store if isinstance(copying, DeviceSlices) else None,
@@ -368,6 +387,9 @@ class Saver:
                 raise
             save = self._described(save, None if isinstance(copying, SlicedState) else handle)
             with span("commit", step=handle.step):
+                if save.local:
+                    self._keep(save, handle)
+                    return
                 result = self._executor.commit_staged(save)
             if name is not None:
                 name.publish()
@@ -393,6 +415,25 @@ class Saver:
         if self._retention is not None:
             self._retention.committed()
         handle.set_result(saved)  # last: the caller may close the store as soon as it is set
+
+    def _keep(self, save: StagedSave, handle: Handle) -> None:
+        """Keep the step in the tier only. That is no failure, so the next save does not raise it."""
+        self._executor.keep(save)
+        metrics.checkpoint_saves.labels("kept").inc()
+        self._last_local = save.plan
+        handle.fetched = True
+        handle.set_error(not_uploaded(handle.step))
+
+    def upload_last(self) -> None:
+        """Upload and commit the last step, if it was only kept in the tier. All ranks call it, after all saves ended."""
+        last, self._last_local = self._last_local, None
+        if last is None or last.attempt != self._newest_attempt:
+            return
+        self._executor.commit_kept(last)
+        metrics.checkpoint_saves.labels("committed").inc()
+        self._lineage.release()
+        if self._retention is not None:
+            self._retention.committed()
 
     def _described(self, save: StagedSave, handle: Handle | None) -> StagedSave:
         """The save with the description of the run, and with the stall of `handle`.
@@ -454,15 +495,3 @@ def _with_files(save: StagedSave, prepared: PreparedSave, extras: Extras) -> Sta
     files, total = list(zip(places, extras.files.values(), strict=True)), prepared.layout.total
     view = save.view
     return replace(save, arena_fd=-1, view=lambda: WithFiles(view(), files, total))
-
-
-def _after(sliced: SlicedState, release: Callable[[], None]) -> Callable[[], None]:
-    """Returns a function that calls `release` after all copies into the arena have stopped."""
-
-    def ended() -> None:
-        try:
-            sliced.cancel()
-        finally:
-            release()
-
-    return ended

@@ -22,7 +22,10 @@ from headrace.dataio.core.log import get_logger, warn_once
 
 _log = get_logger(__name__)
 _IN_FLIGHT = 2
-"""The maximum number of saves in flight: one that needs the arena, and one that only waits for its commit."""
+"""The maximum number of saves in flight: one that needs the arena, and one that only waits for its commit.
+
+Saves that are only kept in the tier are counted apart.
+"""
 
 _FAILED_KEPT = 16
 """The maximum number of failed saves whose errors `close` reports one by one. The log has all of them."""
@@ -101,14 +104,21 @@ class Saves:
         """After a restore: steps that were committed may be saved again."""
         self._committed.clear()
 
+    @property
+    def uploading(self) -> bool:
+        """Whether a save is on its way to the store."""
+        return any(not handle.done and not handle.local for handle in self._handles.values())
+
     def wait_for_room(self, timeout: float) -> None:
-        """Wait until another save may start."""
+        """Wait until another save may start. Saves that are only kept in the tier do not wait for uploads."""
         running = [handle for handle in self._handles.values() if not handle.done]
-        if len(running) >= _IN_FLIGHT and not running[0].wait(timeout):
-            raise DeadlineError(
-                f"step {running[0].step} is not committed after {timeout:g} s",
-                hint="save less often, or check the speed of the store",
-            )
+        for local, outcome in ((False, "committed"), (True, "kept")):
+            same = [handle for handle in running if handle.local == local]
+            if len(same) >= _IN_FLIGHT and not same[0].wait(timeout):
+                raise DeadlineError(
+                    f"step {same[0].step} is not {outcome} after {timeout:g} s",
+                    hint="save less often, or check the speed of the store and of the local tier",
+                )
 
     def wait_at_exit(self) -> None:
         """Wait for saves in flight when the program ends and the checkpointer was not closed."""

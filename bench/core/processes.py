@@ -125,7 +125,7 @@ def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class Server:
-    """A running `headrace.bench.core.range_server`. `environ` makes S3 clients use it."""
+    """A running `headrace.bench.core.range_server` or `object_server`. `environ` makes S3 clients use it."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -143,6 +143,10 @@ class Server:
         """The bytes of all response bodies so far."""
         return int(self._ask("sent"))
 
+    def received(self) -> int:
+        """The bytes of all request bodies so far, of a writable server."""
+        return int(self._ask("received"))
+
     def files(self) -> dict[str, tuple[int, int]]:
         """For each path, the requests so far whose answers had a body, and the bytes of these bodies."""
         return {path: (gets, size) for path, (gets, size) in json.loads(self._ask("files")).items()}
@@ -153,15 +157,17 @@ class Server:
 
 
 @contextlib.contextmanager
-def server(root: Path, rate: float = 0.0, delay: float = 0.0) -> Iterator[Server]:
+def server(root: Path, rate: float = 0.0, delay: float = 0.0, *, writable: bool = False) -> Iterator[Server]:
     """Serve the files of `root` as bucket/key.
 
     Args:
         root: The folder.
         rate: Bytes per second of all connections together; 0 for no limit.
         delay: Seconds by which each response is delayed.
+        writable: Whether objects can be written, too (`object_server`).
     """
-    command = run_module("headrace.bench.core.range_server", str(root), str(rate), str(delay))
+    module = "object_server" if writable else "range_server"
+    command = run_module(f"headrace.bench.core.{module}", str(root), str(rate), str(delay))
     process = subprocess.Popen(ending_with_parent(command), env=environment(), stdout=subprocess.PIPE, text=True)
     try:
         yield Server(int(process.stdout.readline()) if process.stdout else 0)

@@ -72,14 +72,15 @@ class RangeServer:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
                 if delay:
                     await asyncio.sleep(delay)
-                await self._answer(head, connection)
+                await self.answer(head, connection, reader)
                 delay = self._delay
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
         finally:
             self.sent -= connection.end()
 
-    async def _answer(self, head: list[str], connection: Connection) -> None:
+    async def answer(self, head: list[str], connection: Connection, reader: asyncio.StreamReader) -> None:
+        """Answer one request. `reader` has its body, if it has one."""
         method, target, _ = head[0].split(" ")
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
         path, _, query = target.partition("?")

@@ -39,9 +39,10 @@ from headrace.checkpoint.saving.upload import ArenaBytes, manifest_of, upload
 from headrace.checkpoint.tier import saving
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
-from headrace.dataio.core.errors import HeadraceError, NotFoundError, TransientError, UsageError
+from headrace.dataio.core.errors import CapacityError, HeadraceError, NotFoundError, TransientError, UsageError
 from headrace.dataio.sidecar.jobs.gate import pass_by
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.records import Record
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_location
 from headrace.dataio.store.wrappers import PausableUploads
@@ -69,13 +70,15 @@ def commit_staged(
     progress: ProgressFile | None = None,
     gate: Callable[[], None] | None = None,
     failed_ranks: commit.FailedRanks = commit.no_failed_ranks,
+    on_kept: Callable[[], None] = lambda: None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> dict[str, object]:
     """Commit the plan's step and return the report of the save.
 
     `store`: the store, if the caller has opened it already. `local_tier`: the node's tier. With `progress`, the worker
     continues where an earlier worker stopped; `arena` may be None if only the manifest is left to be written. `gate` is
-    called before each piece is sent. `failed_ranks` is called with the ranks whose manifests are missing.
+    called before each piece is sent. `failed_ranks` is called with the ranks whose manifests are missing. `on_kept` is
+    called when the tier has all of the rank's part.
     """
     progress = progress or ProgressFile(None)
     with contextlib.ExitStack() as opened:
@@ -84,7 +87,7 @@ def commit_staged(
             store = RecordingStore(PausableUploads(inner, gate) if gate is not None else inner, progress)
         if local_tier is None:
             return _Commit(arena, plan, emit, store, None, progress, failed_ranks, clock).run() | {"kept": None}
-        tier_save = opened.enter_context(saving.open_tier_save(store, plan, local_tier, clock))
+        tier_save = opened.enter_context(saving.open_tier_save(store, plan, local_tier, clock, on_kept))
         work = _Commit(arena, plan, emit, tier_save.store, tier_save, progress, failed_ranks, clock)
         try:
             return work.run() | {"kept": tier_save.kept}
@@ -95,6 +98,43 @@ def commit_staged(
             if tier_save.kept is None:
                 raise
             raise saving.local_only_error(error, plan.step) from error
+
+
+def keep_staged(
+    arena: ArenaBytes,
+    plan: PutPlan,
+    emit: Callable[[Event], None],
+    *,
+    store: Store,
+    local_tier: LocalTier,
+    clock: Clock = SYSTEM_CLOCK,
+) -> Record:
+    """Keep the rank's part of the step in the node's tier only, and return its record. The store is not used.
+
+    Raises `CapacityError` if the tier cannot take it.
+    """
+    with saving.open_tier_save(store, plan, local_tier, clock) as tier_save:
+        work = _Commit(arena, plan, emit, tier_save.store, tier_save, ProgressFile(None), commit.no_failed_ranks, clock)
+        work.keep_locally(tier_save)
+        if tier_save.record is None:
+            raise CapacityError(
+                f"step {plan.step} is not saved: the tier in {local_tier.root} cannot be written",
+                hint="see the log for the reason; the next save is uploaded",
+            )
+        return tier_save.record
+
+
+def commit_kept(
+    plan: PutPlan, *, store: Store, local_tier: LocalTier, clock: Clock = SYSTEM_CLOCK
+) -> dict[str, object]:
+    """Upload the rank's part of a step that `keep_staged` has kept, and commit the step.
+
+    Raises `NotFoundError` if the tier does not have it.
+    """
+    attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
+    progress = ProgressFile(None)
+    progress.finished(saving.kept_manifest(store.location.url, local_tier, attempt.manifest_key(plan.rank)))
+    return commit_staged(None, plan, lambda _: None, store=store, local_tier=local_tier, progress=progress, clock=clock)
 
 
 @dataclass(slots=True)

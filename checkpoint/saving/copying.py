@@ -344,12 +344,40 @@ def _frozen_in(state: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 def late_tensors(state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
     """Indices of the `tensors` that only a step of the optimizers in `state` changes."""
-    governed = {_memory(t) for optimizer in optimizers_in(state) for t in _tensors_of(optimizer)}
-    if not governed:
+    optimizers = list(optimizers_in(state))
+    if not optimizers:
         return frozenset()
-    governed |= {_memory(t) for t in _frozen_in(state)}
-    governed.discard(None)
-    return frozenset(i for i, t in enumerate(tensors) if not t.is_inference() and _memory(t) in governed)
+    governed = _Governed(optimizers, state)
+    return frozenset(i for i, t in enumerate(tensors) if not t.is_inference() and governed.has(t))
+
+
+class _Governed:
+    """The memory that only steps of the optimizers change, and frozen parameters.
+
+    A state mostly consists of the optimizers' own tensors, which are found by identity, and of their parameters. Other
+    memory is looked up only for the rest, because that takes longer.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], state: object) -> None:
+        self._optimizers, self._state = optimizers, state
+        self._own = {id(t) for optimizer in optimizers for t in _tensors_of(optimizer)}
+        self._parameters = {_memory(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        self._parameters.discard(None)
+        self._all: set[int | None] | None = None
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has such memory."""
+        if id(tensor) in self._own:
+            return _memory(tensor) is not None
+        memory = _memory(tensor)
+        return memory in self._parameters or memory in self._rest()
+
+    def _rest(self) -> set[int | None]:
+        if self._all is None:
+            self._all = {_memory(t) for optimizer in self._optimizers for t in _tensors_of(optimizer)}
+            self._all |= {_memory(t) for t in _frozen_in(self._state)}
+            self._all.discard(None)
+        return self._all
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -1,5 +1,7 @@
 """Runs a staged save: in the node's sidecar if one answers and accepts it, otherwise in this process.
 
+With `through_tier`, this process saves if the node has a local tier. The tier has each step before the store, and the
+arena is free as soon as the tier has it. A `local` save ends there.
 Invariant: after a transient error the executor first asks the repository whether the step was committed. An arena
 that a lost worker may still be reading is not reused. Two workers of one save do no harm: their packs have different
 names, and the first manifest counts.
@@ -19,18 +21,27 @@ from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.repository import commit
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.saving import plan as plans
-from headrace.checkpoint.saving.commit_worker import commit_staged, result_of
+from headrace.checkpoint.saving.commit_worker import commit_kept, commit_staged, keep_staged, result_of
 from headrace.checkpoint.saving.plan import Event, OwnManifest, PutPlan, Released
 from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.checkpoint.saving.upload import ArenaBytes
-from headrace.checkpoint.tier.restoring import node_tier
+from headrace.checkpoint.tier.restoring import NodeTier, node_tier
+from headrace.checkpoint.tier.saving import KeptSteps
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
-from headrace.dataio.core.errors import DeadlineError, HeadraceError, NotFoundError, TransientError, UsageError
+from headrace.dataio.core.errors import (
+    CapacityError,
+    DeadlineError,
+    HeadraceError,
+    NotFoundError,
+    TransientError,
+    UsageError,
+)
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
 from headrace.dataio.store.base import Store
+from headrace.dataio.store.local_tier.tier import LocalTier
 
 QUEUE_SECONDS = 600.0
 """Seconds that a save waits in the daemon's queue before this process commits it."""
@@ -61,6 +72,8 @@ class StagedSave:
     - `failed_ranks`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts
       of ended ranks.
     - `silent_ranks`: reports ranks on a lost node; None if that cannot be observed.
+    - `local`: only keep the step in the node's tier.
+    - `kept`: called when the tier has all of the rank's part.
     """
 
     plan: PutPlan
@@ -73,15 +86,24 @@ class StagedSave:
     through: Callable[[Store], Store] | None = None
     failed_ranks: commit.FailedRanks = commit.no_failed_ranks
     silent_ranks: commit.FailedRanks | None = None
+    local: bool = False
+    kept: Callable[[], None] = lambda: None
 
 
 class SaveExecutor:
     """Runs every save of one `Checkpointer`, in the sidecar or in this process."""
 
     def __init__(
-        self, store: Store, sidecar: str | os.PathLike[str] | None, *, meter: SaveMeter, clock: Clock = SYSTEM_CLOCK
+        self,
+        store: Store,
+        sidecar: str | os.PathLike[str] | None,
+        *,
+        meter: SaveMeter,
+        through_tier: bool = False,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._store, self._sidecar_name, self._meter, self._clock = store, sidecar, meter, clock
+        self._through_tier, self.has_tier, self.kept_steps = through_tier, False, KeptSteps()
         self._sidecar: Sidecar | None = None
         self.own_manifest: OwnManifest | None = None
         """This rank's manifest of the step that the last save committed. None before the first save and after a failed one."""
@@ -90,12 +112,58 @@ class SaveExecutor:
     def commit_staged(self, save: StagedSave) -> dict[str, object]:
         """Commit the save and return its report. The arena is released as soon as possible."""
         try:
-            result = self._commit_anywhere(save)
+            local_tier = self._find_tier() if self._through_tier else None
+            result = self._commit_anywhere(save) if local_tier is None else self._commit_through_tier(save, local_tier)
         except BaseException:
             self.own_manifest = None
             raise
         self.own_manifest = own_manifest_of(result, result.pop("encoded", None))
         return result
+
+    def keep(self, save: StagedSave) -> None:
+        """Keep the step in the node's tier only. The arena is released as soon as the tier has it."""
+        save.handed_over("process")
+        try:
+            local_tier = self._find_tier()
+            if local_tier is None:
+                raise NotFoundError(
+                    f"step {save.plan.step} is not saved: the node's sidecar reports no local tier",
+                    hint="see `headrace sidecar status`; the next save is uploaded",
+                )
+            store = self._store if save.through is None else save.through(self._store)
+            try:
+                record = keep_staged(
+                    save.view(), save.plan, lambda _: None, store=store, local_tier=local_tier, clock=self._clock
+                )
+            except CapacityError:
+                self.has_tier = False  # the next save asks again
+                raise
+        finally:
+            save.give_back()
+        save.kept()
+        self.kept_steps.add(local_tier, record)
+
+    def commit_kept(self, plan: PutPlan) -> dict[str, object]:
+        """Upload and commit a step that `keep` has kept."""
+        local_tier = self._find_tier()
+        if local_tier is None:
+            raise NotFoundError(f"step {plan.step} is not uploaded: the node's sidecar reports no local tier")
+        return commit_kept(plan, store=self._store, local_tier=local_tier, clock=self._clock)
+
+    def _find_tier(self) -> LocalTier | None:
+        """The node's tier. It is looked up for each save, because the sidecar may start or stop."""
+        local_tier = NodeTier(self._find()).local_tier if self._sidecar_name is not None else None
+        self.has_tier = local_tier is not None
+        if local_tier is None:
+            warn_once(_log, 'uploads="newest" needs a sidecar with a local tier: every step is uploaded', "node")
+        return local_tier
+
+    def _commit_through_tier(self, save: StagedSave, local_tier: LocalTier) -> dict[str, object]:
+        save.handed_over("process")
+        try:
+            return self._commit_in_process(save, shared=False, local_tier=local_tier)
+        except TransientError as error:
+            return self._result_or_raise(save.plan, error)
 
     def _commit_anywhere(self, save: StagedSave) -> dict[str, object]:
         sidecar, staged = self._hand_over(save)
@@ -149,10 +217,13 @@ class SaveExecutor:
                     self._sidecar.reporting = self._meter.report
             return self._sidecar
 
-    def _commit_in_process(self, save: StagedSave, *, shared: bool) -> dict[str, object]:
+    def _commit_in_process(
+        self, save: StagedSave, *, shared: bool, local_tier: LocalTier | None = None
+    ) -> dict[str, object]:
         """Commit in this process.
 
-        `shared`: a sidecar may also be reading the arena and may commit the same attempt.
+        `shared`: a sidecar may also be reading the arena and may commit the same attempt. `local_tier`: the node's tier,
+        if the caller has found it already.
         """
         release, is_released = (save.abandon if shared else save.give_back), False
         progress = ProgressFile(None)
@@ -165,8 +236,7 @@ class SaveExecutor:
 
         try:
             with contextlib.ExitStack() as stack:
-                local_tier = None
-                if self._sidecar_name is not None:
+                if local_tier is None and self._sidecar_name is not None:
                     local_tier = stack.enter_context(node_tier(self._sidecar_name)).local_tier
                 store = self._store if save.through is None else save.through(self._store)
                 failed_ranks = commit.no_failed_ranks if shared else save.failed_ranks
@@ -178,6 +248,7 @@ class SaveExecutor:
                     local_tier=local_tier,
                     progress=progress,
                     failed_ranks=failed_ranks,
+                    on_kept=save.kept,
                     clock=self._clock,
                 )
                 return result | {"encoded": progress.manifest}

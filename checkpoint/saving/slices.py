@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -191,3 +191,15 @@ def _parts(spans: Sequence[Sequence[layouts.PieceSpan]]) -> dict[int, list[_Part
             parts[span.piece].append(_Part(tensor, start, span.start, span.length))
             start += span.length
     return parts
+
+
+def released_after(sliced: SlicedState, release: Callable[[], None]) -> Callable[[], None]:
+    """Returns a function that calls `release` after all copies into the arena have stopped."""
+
+    def ended() -> None:
+        try:
+            sliced.cancel()
+        finally:
+            release()
+
+    return ended

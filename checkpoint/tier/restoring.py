@@ -17,6 +17,7 @@ are logged, and the next restore tries again.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -171,15 +172,23 @@ def log_sources(reader: Store, step: int) -> None:
 
 
 def send_unfinished(store: Store, local_tier: LocalTier, run: str, recall: FetchFromBuddy) -> None:
-    """Upload the objects of unfinished attempts that this node's tier has and the store lacks. All ranks call it."""
+    """Upload the objects of unfinished attempts that this node's tier has and the store lacks. All ranks call it.
+
+    The newest attempt comes first. If the tier has the parts of all its ranks and they are sent, older ones are not.
+    """
     until = time.monotonic() + TURN_SECONDS
-    for record in unfinished(local_tier, store.location.url, run):
-        with (
-            _logged(f"step {record.step} of run {run}, which only the tier has, could not be sent"),
-            _one_sender(local_tier, until),
-        ):
-            if _is_committable(store, local_tier, record):
-                _send(store, local_tier, record, recall)
+    for _, group in itertools.groupby(unfinished(local_tier, store.location.url, run), lambda record: record.attempt):
+        records, sent = list(group), 0
+        for record in records:
+            with (
+                _logged(f"step {record.step} of run {run}, which only the tier has, could not be sent"),
+                _one_sender(local_tier, until),
+            ):
+                if _is_committable(store, local_tier, record):
+                    _send(store, local_tier, record, recall)
+                    sent += 1
+        if sent == records[0].world_size:
+            return
 
 
 def commit_unfinished(store: Store, local_tier: LocalTier, run: str) -> None:
@@ -199,8 +208,12 @@ def commit_unfinished(store: Store, local_tier: LocalTier, run: str) -> None:
 
 
 def unfinished(local_tier: LocalTier, source: str, run: str) -> list[Record]:
-    """The newest records that are neither committed nor over, newest first."""
-    return [r for r in local_tier.records(source, run) if not r.committed and not r.over][:_CANDIDATES]
+    """The records of the newest attempts that are neither committed nor over, by attempt, newest first."""
+    attempts = dict[str, list[Record]]()
+    for record in local_tier.records(source, run):
+        if not record.committed and not record.over:
+            attempts.setdefault(record.attempt, []).append(record)
+    return [record for records in list(attempts.values())[:_CANDIDATES] for record in records]
 
 
 def _is_committable(store: Store, local_tier: LocalTier, record: Record) -> bool:

@@ -1,6 +1,7 @@
 """Keeps a save in the node's local tier while it is written to the store.
 
-A worker writes to `TierSave.store`. So packs are in the tier before they are in the store.
+A worker writes to `TierSave.store`. So packs are in the tier before they are in the store. A trainer that uploads only
+its newest steps keeps the others in the tier alone; `KeptSteps` removes the older ones.
 Invariants: a record is written when this rank's packs and manifest are in the tier. It is marked as committed only
 after COMMIT was read. After an error of the tier, the save works as if there were no tier.
 Failure behaviour: if the tier cannot be written, the rest of the save ignores it, and that is logged.
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,11 +24,11 @@ from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.saving.plan import PutPlan
 from headrace.dataio.core.clock import Clock
-from headrace.dataio.core.errors import HeadraceError, TransientError
+from headrace.dataio.core.errors import HeadraceError, NotFoundError, TransientError
 from headrace.dataio.core.log import get_logger, warn_once
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.local_tier.records import Record, TierLimits
-from headrace.dataio.store.local_tier.stores import TROUBLE, WriteThroughTier
+from headrace.dataio.store.local_tier.stores import TROUBLE, WriteThroughTier, checked
 from headrace.dataio.store.local_tier.tier import LocalTier
 
 _log = get_logger(__name__)
@@ -46,16 +48,30 @@ def may_hold(key: str) -> bool:
 class TierSave:
     """The tier's part in one save.
 
-    `kept`: seconds from the save's start until all of it was in the tier; None until then.
+    `kept`: seconds from the save's start until all of it was in the tier; None until then. `on_kept` is called then.
     """
 
-    def __init__(self, writer: WriteThroughTier, plan: PutPlan, local_tier: LocalTier, *, clock: Clock) -> None:
+    def __init__(
+        self,
+        writer: WriteThroughTier,
+        plan: PutPlan,
+        local_tier: LocalTier,
+        *,
+        clock: Clock,
+        on_kept: Callable[[], None] = lambda: None,
+    ) -> None:
         self.store: Store = writer
         self._url, self._plan, self._clock = writer.location.url, plan, clock
         self._writer, self._local_tier = writer, local_tier
         self._began = clock.monotonic()
+        self._on_kept = on_kept
         self._record: Record | None = None
         self.kept: float | None = None
+
+    @property
+    def record(self) -> Record | None:
+        """The record of the step; None until all of it is in the tier."""
+        return self._record
 
     @property
     def can_save_locally(self) -> bool:
@@ -89,6 +105,7 @@ class TierSave:
             self._writer.go_on_without(error)
             return
         self._record, self.kept = record, self._clock.monotonic() - self._began
+        self._on_kept()
 
     def withdraw(self) -> None:
         """Withdraw the record and the manifest, because another worker's manifest counts."""
@@ -106,10 +123,39 @@ class TierSave:
 
 
 @contextlib.contextmanager
-def open_tier_save(store: Store, plan: PutPlan, local_tier: LocalTier, clock: Clock) -> Iterator[TierSave]:
-    """The tier's part in the save of `plan`, until the block ends."""
+def open_tier_save(
+    store: Store, plan: PutPlan, local_tier: LocalTier, clock: Clock, on_kept: Callable[[], None] = lambda: None
+) -> Iterator[TierSave]:
+    """The tier's part in the save of `plan`, until the block ends. `on_kept`: see `TierSave`."""
     with WriteThroughTier(store, local_tier, may_hold) as writer:
-        yield TierSave(writer, plan, local_tier, clock=clock)
+        yield TierSave(writer, plan, local_tier, clock=clock, on_kept=on_kept)
+
+
+class KeptSteps:
+    """The steps that this process keeps in the tier only. Thread-safe.
+
+    `more`: how many of them stay in addition to the tier's `steps`, because the buddy may be receiving them.
+    """
+
+    def __init__(self, more: int = 2) -> None:
+        self._more, self._lock = more, threading.Lock()
+        self._records = list[Record]()
+
+    def add(self, local_tier: LocalTier, record: Record) -> None:
+        """Add a step, and remove the oldest ones. An error of the disk is ignored: the next call tries again."""
+        with self._lock:
+            self._records.append(record)
+            surplus = self._records[: -(local_tier.limits.steps + self._more)]
+            if not surplus:
+                return
+            with contextlib.suppress(OSError):
+                local_tier.forget_unchanged(surplus)
+                del self._records[: len(surplus)]
+
+    def clear(self) -> None:
+        """Remove no step that was added before, because another process may now depend on it."""
+        with self._lock:
+            self._records.clear()
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -133,6 +179,14 @@ def open_local_tier(folder: Path, size: int, steps: int) -> LocalTier | None:
     except (OSError, HeadraceError) as error:
         warn_once(_log, f"the tier in {folder} cannot be used: {error}", "node")
         return None
+
+
+def kept_manifest(url: str, local_tier: LocalTier, key: str) -> bytes:
+    """The encoded manifest that the tier keeps; `NotFoundError` if there is none."""
+    entry = local_tier.open(url, key)
+    if entry is None:
+        raise NotFoundError(f"{key} is no longer in the local tier", hint="save again")
+    return b"".join(checked(local_tier, entry.label))
 
 
 def new_record(url: str, manifest: Manifest, now: float) -> Record:
@@ -162,6 +216,14 @@ def mark_committed(store: Store, local_tier: LocalTier, record: Record, when: fl
 
 class LocalOnlyError(TransientError):
     """Only the tier has the save. A later restore may still commit it."""
+
+
+def not_uploaded(step: int) -> LocalOnlyError:
+    """The outcome of a save that was not uploaded, because an earlier one was on its way to the store."""
+    return LocalOnlyError(
+        f"step {step} is kept in this node's tier and is not uploaded: an earlier step was on its way to the store",
+        hint="`close` uploads the last step, and `restore` the newest one; uploads='all' uploads every step",
+    )
 
 
 def local_only_error(error: TransientError, step: int) -> LocalOnlyError:

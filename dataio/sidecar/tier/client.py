@@ -4,7 +4,8 @@ Purpose: if this node is lost, the buddy still has the steps that were copied to
 Invariants: the buddy's certificate is checked before any message is sent. A fetched object is stored only if its digest
 matches. A record is sent after those of its objects that this node has. Only then does the step count as copied. Steps
 that this node keeps for guests are not forwarded. The sender uses one connection and one thread, at the configured
-rate.
+rate. A step that was begun is completed before a newer one begins (`next_copy`), so that the buddy always gets whole
+steps, however fast the trainers save. Then the newest step is next. Older steps without a commit are left out.
 Failure behaviour: `BuddyError` says why the buddy cannot be reached or refuses a request; a broken connection is not
 reused. If the buddy is unreachable or full, the sender logs each new reason once, shows it in the status, and tries
 again after `SHORTEST` to `LONGEST` seconds. The pause doubles until the buddy takes a copy. Saves continue meanwhile.
@@ -17,7 +18,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -73,7 +74,7 @@ class BuddyClient:
             want = _expect(self._channel.answer(), p.Want)
             if want.offset > tier_object.size:
                 raise p.ProtocolError("it requested bytes after the end of the object")
-            self.sent += self._channel.send_bytes(tier_object.pieces(want.offset))
+            self.sent += self._channel.send_object(tier_object, want.offset)
             _expect(self._channel.answer(), p.Stored)
         return True
 
@@ -142,7 +143,10 @@ def _buddy_errors(doing: str) -> Iterator[None]:
         raise BuddyError(f"{doing}: {getattr(error, 'strerror', None) or error}") from None
 
 
-IDLE_SECONDS = 0.5
+IDLE_SECONDS, BUSY_SECONDS = 0.5, 0.02
+"""The pause before the sender looks for new records, and the pause while records are new."""
+BUSY_FOR_SECONDS = 10.0
+"""How long after a copy records count as new."""
 SHORTEST, LONGEST = 1.0, 30.0
 RUNS = 32
 """Maximum number of runs for which the newest copy is remembered."""
@@ -173,7 +177,7 @@ class CopySender:
         self._context, self._rate_limit = client_context(config), p.RateLimit(config.rate)
         self._pause = SHORTEST
         self._sent: dict[tuple[str, str, bytes], None] = {}
-        self._copied: dict[tuple[str, int, bool], None] = {}
+        self._copied: dict[CopyId, None] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headrace-copies", daemon=True)
         self.trouble, self.waiting, self.bytes = "not reached yet", 0, 0
@@ -181,7 +185,7 @@ class CopySender:
 
     def has(self, record: Record) -> bool:
         """Whether the buddy has all of this rank's part of the step."""
-        return any((record.attempt, record.rank, committed) in self._copied for committed in (False, True))
+        return _has(record, self._copied)
 
     def start(self) -> None:
         self._thread.start()
@@ -204,25 +208,26 @@ class CopySender:
                 self._pause = min(self._pause * 2, LONGEST)
 
     def _send_all(self, buddy: BuddyClient) -> None:
-        idle = time.monotonic()
+        idle, copied, looked, seen = time.monotonic(), 0.0, 0.0, 0
         while not self._stop.is_set():
-            record = self._next()
-            if record is not None:
+            now, changed = time.monotonic(), self._local_tier.records_changed()
+            if changed == seen and now - looked < IDLE_SECONDS:
+                self._stop.wait(BUSY_SECONDS if now - copied < BUSY_FOR_SECONDS else IDLE_SECONDS)
+                continue
+            looked, seen = now, changed  # of before the look, so that no later record is missed
+            if (record := self._next()) is not None:
                 self._send(buddy, record)
-                idle = time.monotonic()
-            elif time.monotonic() - idle > p.IO_SECONDS / 3:
+                idle = copied = time.monotonic()
+                seen = 0
+            elif now - idle > p.IO_SECONDS / 3:
                 buddy.records("-")  # keeps the connection alive, which would time out
-                idle = time.monotonic()
-            else:
-                self._stop.wait(IDLE_SECONDS)
+                idle = now
 
     def _next(self) -> Record | None:
-        """The newest record that the buddy lacks, or has only in its state before the commit. Updates `waiting`."""
-        unsent = [
-            r for r in self._local_tier.records() if not r.guest and not r.over and _copy_id(r) not in self._copied
-        ]
-        self.waiting = len(unsent)
-        return unsent[0] if unsent else None
+        """The next record to send. Updates `waiting`."""
+        records = [r for r in self._local_tier.records() if not r.guest and not r.over]
+        record, self.waiting = next_copy(records, self._copied)
+        return record
 
     def _send(self, buddy: BuddyClient, record: Record) -> None:
         for key in record.keys:
@@ -230,6 +235,8 @@ class CopySender:
                 return
             tier_object, sent_before = self._local_tier.open(record.source, key), buddy.sent
             if tier_object is None:
+                if record not in self._local_tier.records(record.source, record.run):
+                    return  # the step was removed or replaced in the meantime
                 continue
             # the digest is needed: a second worker's manifest has the same key as the first one's
             name = (record.source, key, tier_object.label.digest)
@@ -257,7 +264,50 @@ class CopySender:
         self.trouble = reason
 
 
-def _copy_id(record: Record) -> tuple[str, int, bool]:
+def next_copy(records: Sequence[Record], copied: Container[CopyId]) -> tuple[Record | None, int]:
+    """The record to send next, and how many the buddy lacks or has only in their state before the commit.
+
+    A step is begun if the buddy has the records of some of its ranks. It is complete if the buddy has all that are here.
+    A step that was begun goes first, then the newest one. Of several runs, the one whose newest step waits longest is
+    next. A step that is not committed is left out if it is older than a complete step of the same ranks.
+
+    Args:
+        records: The records of this node that can be copied, newest step first.
+        copied: The copies that the buddy has.
+    """
+    steps = dict[tuple[str, str, str], list[Record]]()
+    for record in records:
+        steps.setdefault((record.source, record.run, record.attempt), []).append(record)
+    complete = dict[tuple[str, str], list[set[int]]]()
+    begun, newest, waiting = list[Record](), dict[tuple[str, str], Record](), 0
+    for (source, run, _), its in steps.items():
+        ranks, unsent = {r.rank for r in its}, [r for r in its if _copy_id(r) not in copied]
+        lacking = [r for r in its if not _has(r, copied)]
+        newer = complete.setdefault((source, run), [])
+        if not lacking:
+            newer.append(ranks)
+        elif not any(r.committed for r in its) and any(ranks <= others for others in newer):
+            continue
+        waiting += len(unsent)
+        if 0 < len(lacking) < len(its):
+            begun += unsent
+        elif unsent:
+            newest.setdefault((source, run), unsent[0])
+    if begun:
+        return begun[0], waiting
+    return min(newest.values(), key=lambda record: record.created, default=None), waiting
+
+
+CopyId = tuple[str, int, bool]
+"""A copy of a record: its attempt, its rank, and whether it was committed."""
+
+
+def _has(record: Record, copied: Container[CopyId]) -> bool:
+    """Whether the buddy has all of this rank's part of the step."""
+    return any((record.attempt, record.rank, committed) in copied for committed in (False, True))
+
+
+def _copy_id(record: Record) -> CopyId:
     return record.attempt, record.rank, record.committed > 0
 
 

@@ -26,6 +26,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from headrace.dataio.core.limits import GIB, KIB, MIB
+from headrace.dataio.store.local_tier.objects import TierObject
 from headrace.dataio.store.local_tier.records import RECORD_BYTES, Key
 
 VERSION = 1
@@ -146,6 +147,7 @@ class Channel:
     def __init__(self, sock: socket.socket, rate_limit: RateLimit | None = None) -> None:
         self._sock, self._rate_limit = sock, rate_limit or RateLimit(None)
         sock.settimeout(IO_SECONDS)
+        self._timeout = IO_SECONDS
         if sock.family != socket.AF_UNIX:  # otherwise a message waits until the previous one is acknowledged
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -175,6 +177,10 @@ class Channel:
                 self._send_all(part, until)
                 sent += len(part)
         return sent
+
+    def send_object(self, tier_object: TierObject, start: int) -> int:
+        """Send the object's bytes from `start`; returns their number."""
+        return self.send_bytes(tier_object.parts(start, memoryview(bytearray(PIECE))))
 
     def body(self, size: int) -> Iterator[memoryview]:
         """The next `size` bytes in pieces. A piece is valid until the next one is requested."""
@@ -218,7 +224,10 @@ class Channel:
         remaining = until - time.monotonic()
         if remaining <= 0:
             raise TimeoutError("the whole transfer took too long")
-        self._sock.settimeout(min(remaining, IO_SECONDS))
+        wanted = min(remaining, IO_SECONDS)
+        if wanted != self._timeout:  # each TLS record is a read of its own, and setting a timeout is a system call
+            self._sock.settimeout(wanted)
+            self._timeout = wanted
 
     def _fill(self, view: memoryview, until: float, *, may_end: bool = False) -> bool:
         done = 0

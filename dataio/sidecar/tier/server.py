@@ -319,6 +319,7 @@ class BuddyServer:
     def _keep_record(self, channel: p.Channel, data: bytes) -> None:
         try:
             self._local_tier.put_record(documents.as_guest(documents.decode(data, "a buddy's record")))
+            self._local_tier.remove_surplus()
         except (HeadraceError, OSError) as error:
             channel.send(p.Refused(getattr(error, "code", "capacity"), str(error)[:1000]))
             return
@@ -336,7 +337,7 @@ class BuddyServer:
             return
         channel.send(p.Found(tier_object.size, tier_object.label.digest))
         try:
-            channel.send_bytes(tier_object.pieces(request.offset))
+            channel.send_object(tier_object, request.offset)
         except HeadraceError as error:  # the file became shorter: end the connection, so the peer notices
             raise ConnectionError(str(error)) from None
 

@@ -27,6 +27,7 @@ import xxhash
 from headrace.dataio.core.errors import CorruptionError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Buffer
+from headrace.dataio.store.local_tier.spare import LEAST_BYTES
 
 MAGIC = b"MLRKEPT1"
 ROOM_BYTES = 64 * MIB
@@ -44,6 +45,7 @@ class TierDirectory(Protocol):
     def path_of(self, source: str, key: str) -> Path: ...
     def locked(self) -> AbstractContextManager[None]: ...
     def make_room(self, size: int, claim: Callable[[int], None]) -> None: ...
+    def take_spare(self, target: Path, claim: Callable[[int], None]) -> int | None: ...
 
 
 class Label(msgspec.Struct, array_like=True, frozen=True):
@@ -59,7 +61,10 @@ _label = msgspec.msgpack.Decoder(Label)
 
 
 class TierObject:
-    """An object that is open for reading. It stays readable after its removal from the tier."""
+    """An object that is open for reading. It stays readable after its removal from the tier.
+
+    Its descriptor has a shared lock, so that the file is not used for another object (`spare`).
+    """
 
     def __init__(self, fd: int, label: Label) -> None:
         self._fd, self.label = fd, label
@@ -88,6 +93,14 @@ class TierObject:
                 raise CorruptionError(f"the tier's copy of {self.label.key} became shorter")
             yield piece
 
+    def parts(self, start: int, buffer: memoryview) -> Iterator[memoryview]:
+        """As `pieces`, but all pieces are in `buffer`. Each is valid until the next one is requested."""
+        for at in range(start, self.size, len(buffer)):
+            part = buffer[: min(len(buffer), self.size - at)]
+            if not self.fill(at, part):
+                raise CorruptionError(f"the tier's copy of {self.label.key} became shorter")
+            yield part
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -108,6 +121,7 @@ class Writer:
             _trailer(Label(source, key, 2**63, bytes(16)))
         )  # the label's longest form; reserved with the first bytes
         self._claimed = 0
+        self._is_spare = self._looked_for_spare = False
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     @property
@@ -118,6 +132,8 @@ class Writer:
     def write(self, data: Buffer) -> None:
         """Append `data`. On `CapacityError` or `OSError`, `written` can still read the bytes written before."""
         view = memoryview(data).cast("B")
+        if len(view) >= LEAST_BYTES and not self._looked_for_spare:
+            self._use_spare()
         self._reserve(len(view))
         done = 0
         while done < len(view):
@@ -134,6 +150,8 @@ class Writer:
         """Append the label, and give the file the object's name. From then on, readers find the object."""
         label = Label(self.source, self.key, self.size, self.digest)
         self._reserve(0)
+        if self._is_spare:
+            os.ftruncate(self._fd, self.size)
         os.pwrite(self._fd, _trailer(label), self.size)
         self._close()
         self._reservation.commit(self._path, self.source, self.key, self._claimed)
@@ -142,6 +160,19 @@ class Writer:
     def discard(self) -> None:
         self._close()
         self._path.unlink(missing_ok=True)
+
+    def _use_spare(self) -> None:
+        """Continue in a spare file, if there is one. The bytes written before, which are few, are copied."""
+        self._looked_for_spare = True
+        fd = self._reservation.take_spare(self._path.with_name(f"{self._path.name}-spare"))
+        if fd is None:
+            return
+        at = 0
+        for piece in self.written():
+            at += os.pwrite(fd, piece, at)
+        self._close()
+        os.replace(self._path.with_name(f"{self._path.name}-spare"), self._path)
+        self._fd, self._is_spare = fd, True
 
     def _reserve(self, size: int) -> None:
         if self._claimed == 0:
@@ -179,9 +210,13 @@ class Reservation:
 
     def reserve(self, size: int) -> None:
         """Reserve `size` more bytes before they are written."""
-        if self._used + size > self._claim:
-            self._directory.make_room(size, lambda granted: self._set_claim(self._claim + granted))
+        if (missing := self._used + size - self._claim) > 0:
+            self._directory.make_room(missing, lambda granted: self._set_claim(self._claim + granted))
         self._used += size
+
+    def take_spare(self, target: Path) -> int | None:
+        """Take a spare file of the tier, and reserve its bytes; None if there is none."""
+        return self._directory.take_spare(target, lambda granted: self._set_claim(self._claim + granted))
 
     def commit(self, path: Path, source: str, key: str, size: int) -> None:
         """Give the file the object's name, and release `size` bytes of the reservation.
@@ -216,6 +251,11 @@ def open_at(path: Path, source: str, key: str) -> TierObject | None:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:  # it was removed, and its file is being overwritten
+        os.close(fd)
         return None
     label = _read_label(fd)
     if label is None or (label.source, label.key) != (source, key):

@@ -8,6 +8,8 @@ Invariants:
 * A step that is not known to be committed is removed in two cases only: it can never be committed, or every rank with
   a record of it has a newer committed step of the same run. So its removal loses no progress. `removable_surplus`
   applies the same rule to each record, for the record's own rank.
+* A guest's step is also removable if each of its ranks has `GUEST_STEPS` newer records here. Its own node has sent
+  those, so the older one is not needed any more.
 * The functions do no I/O.
 
 Failure behaviour: `CorruptionError` for bytes that are not a record, `UnsupportedError` for those of another version.
@@ -26,6 +28,8 @@ from headrace.dataio.core.errors import CorruptionError, UnsupportedError
 from headrace.dataio.core.limits import MIB, OBJECT_KEY_BYTES
 
 VERSION = 1
+GUEST_STEPS = 3
+"""So many newer steps of the same rank make an older step of a guest removable."""
 RECORD_BYTES = 4 * MIB
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=OBJECT_KEY_BYTES)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -112,18 +116,38 @@ def removable_surplus(records: Iterable[Record], steps: int) -> list[Record]:
     """Return the removable records of steps that are `over`, or older than the newest `steps` committed ones."""
     all_records = list(records)
     newest = {rank: sorted(places, reverse=True)[:steps] for rank, places in _committed(all_records).items()}
-    return [r for r in all_records if r.over or (_is_removable(r, newest) and _is_too_old(r, newest, steps))]
+    outdated = _outdated_guests(all_records)
+    return [
+        r
+        for r in all_records
+        if r.over or r in outdated or (_is_removable(r, newest) and _is_too_old(r, newest, steps))
+    ]
 
 
 def removable_steps(records: Iterable[Record]) -> list[list[Record]]:
     """Return the removable steps, oldest first, each with all its records."""
     all_records = list(records)
     newest = {rank: [max(places)] for rank, places in _committed(all_records).items()}
+    outdated = _outdated_guests(all_records)
     steps: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for record in all_records:
         steps[record.source, record.run, record.attempt].append(record)
-    removable = [step for step in steps.values() if all(_is_removable(r, newest) for r in step)]
+    removable = [step for step in steps.values() if all(r in outdated or _is_removable(r, newest) for r in step)]
     return sorted(removable, key=lambda step: (step[0].created, step[0].place))
+
+
+def _outdated_guests(records: list[Record]) -> set[Record]:
+    """The guests' uncommitted records for which `GUEST_STEPS` newer ones of the same rank are here."""
+    places: dict[Rank, set[tuple[int, int]]] = defaultdict(set)
+    for record in records:
+        if not record.over:
+            places[_rank(record)].add(record.place)
+    newest = {rank: sorted(its, reverse=True)[:GUEST_STEPS] for rank, its in places.items()}
+    return {
+        r
+        for r in records
+        if r.guest and not r.committed and len(its := newest.get(_rank(r), [])) == GUEST_STEPS and r.place < its[-1]
+    }
 
 
 def _committed(records: list[Record]) -> dict[Rank, set[tuple[int, int]]]:

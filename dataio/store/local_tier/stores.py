@@ -175,6 +175,8 @@ class WriteThroughTier(Wrapper):
     def _put(self, key: str, parts: Iterable[Buffer], log: UploadLog | None) -> int:
         writer = self._begin(key)
         if writer is None:
+            if not self.send:
+                raise CapacityError(f"{key} cannot be kept: the tier in {self._tier.root} cannot be used")
             return self._put_directly(key, parts, log)
         remaining = iter(parts)
         for part in remaining:

@@ -3,12 +3,13 @@
     objects/<hash>         an object's bytes, then its label, the label's length and `MAGIC`; named when complete
     records/<hash>         `records.Record` in msgpack
     writing/<token>/       one writer's partial files, and its locked file `lock` with the bytes that it has reserved
+    spare/                 files of removed objects, for the next ones (`spare`)
     lock                   held while a process changes or counts the directory's content
 
 Invariants:
 
 * A hash is BLAKE3 of store and key, so a name from outside is never used as a path.
-* Objects and reservations together never exceed `TierLimits.bytes`.
+* Objects, reservations and spare files together never exceed `TierLimits.bytes`.
 * The kernel releases the lock of a dead writer. `tidy` then removes the writer's files.
 * Nothing is fsynced. After a power failure, a file without its label counts as absent, and readers check digests.
 
@@ -45,6 +46,7 @@ from headrace.dataio.store.local_tier.records import (
     removable_steps,
     removable_surplus,
 )
+from headrace.dataio.store.local_tier.spare import SpareFiles
 
 STRAY_SECONDS = 1800.0
 """How long an object without a record may stay, by the monotonic clock of the process that first saw it."""
@@ -60,6 +62,7 @@ class LocalTier:
         self.root, self.limits = private_directory(root), limits
         for name in ("objects", "records", "writing"):
             private_directory(root / name)
+        self._spare = SpareFiles(root / "spare")
         self._unneeded: dict[str, float] = {}  # name → first seen, by the monotonic clock
 
     # objects
@@ -103,6 +106,10 @@ class LocalTier:
         matching = [r for r in readable if source in (None, r.source) and run in (None, r.run)]
         return sorted(matching, key=lambda r: (r.place, r.created), reverse=True)
 
+    def records_changed(self) -> int:
+        """When a record was last added, replaced or removed, in nanoseconds. It costs less than `records`."""
+        return os.stat(self.root / "records").st_mtime_ns
+
     def put_record(self, record: Record) -> None:
         """Write or replace the rank's record of the attempt.
 
@@ -135,6 +142,12 @@ class LocalTier:
         with self.locked():
             self._forget(list(records))
 
+    def forget_unchanged(self, records: Iterable[Record]) -> None:
+        """As `forget`, but without records that another process has replaced, for example by a committed one."""
+        with self.locked():
+            paths = ((r, self.root / "records" / _hash(r.source, f"{r.attempt}/{r.rank}")) for r in records)
+            self._forget([r for r, path in paths if _read_record(path) == r])
+
     # space
 
     def used(self) -> int:
@@ -164,7 +177,25 @@ class LocalTier:
                     "are used by steps that have no other copy, or are being written",
                     hint="raise tier_bytes",
                 )
-            claim(max(size, ROOM_BYTES) if excess + ROOM_BYTES <= size else size)
+            granted = max(size, ROOM_BYTES) if excess + ROOM_BYTES <= size else size
+            self._spare.trim(-excess - (granted - size))
+            claim(granted)
+
+    def take_spare(self, target: Path, claim: Callable[[int], None]) -> int | None:
+        """Move a spare file to `target`, and call `claim` with its size. Returns its descriptor; None if there is none."""
+        if not self._spare:
+            return None
+        with self.locked():
+            taken = self._spare.take(target)
+            if taken is None:
+                return None
+            claim(taken[1])
+            return taken[0]
+
+    def remove_surplus(self) -> None:
+        """Remove the steps that `tidy` would remove."""
+        with self.locked():
+            self._forget(removable_surplus(self.records(), self.limits.steps))
 
     def tidy(self) -> None:
         """Remove surplus steps, unneeded objects, and files of dead writers. The daemon calls this regularly."""
@@ -180,8 +211,8 @@ class LocalTier:
         for folder in self._files("writing"):
             if claim_of(folder) is None:
                 shutil.rmtree(folder, ignore_errors=True)
-        records = self.records()
-        self._forget(removable_surplus(records, self.limits.steps))
+        self._spare.tidy()
+        self._forget(removable_surplus(self.records(), self.limits.steps))
         needed = {_hash(r.source, key) for r in self.records() for key in r.keys}
         now, first_seen = time.monotonic(), self._unneeded
         self._unneeded = {p.name: first_seen.get(p.name, now) for p in self._files("objects") if p.name not in needed}
@@ -198,7 +229,7 @@ class LocalTier:
         for r in records:
             for key in r.keys:
                 if _hash(r.source, key) not in needed:
-                    self.drop(r.source, key)
+                    self._spare.add(self.path_of(r.source, key))
 
     def _sizes(self) -> dict[str, int]:
         sizes = {}

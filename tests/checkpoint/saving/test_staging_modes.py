@@ -273,3 +273,15 @@ def test_a_save_that_cannot_begin_leaves_no_thread_at_work_on_the_state(
         time.sleep(0.1)
         assert not [at for at in at_work if at > ended]
         assert not [thread for thread in threading.enumerate() if thread.name == "headrace-slices"]
+
+
+def test_all_memory_of_optimizers_and_frozen_parameters_is_copied_late() -> None:
+    layer = torch.nn.Linear(8, 8)
+    layer.bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW([layer.weight])
+    layer(torch.ones(8)).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    average = optimizer.state[layer.weight]["exp_avg"]
+    tensors = [layer.weight.detach(), average, average.view(-1)[:2], layer.bias.detach(), torch.ones(8), torch.ones(0)]
+    assert copying.late_tensors({"model": layer, "list": [optimizer]}, tensors) == {0, 1, 2, 3}
+    assert copying.late_tensors({"model": layer}, tensors) == frozenset()

@@ -17,7 +17,7 @@ from headrace.checkpoint.repository import commit, timeline
 from headrace.checkpoint.repository.fetch import open_step
 from headrace.checkpoint.repository.retention import ORPHAN_SECONDS
 from headrace.checkpoint.restoring import chunk_reader
-from headrace.checkpoint.saving.commit_worker import commit_staged
+from headrace.checkpoint.saving.commit_worker import commit_staged, keep_staged
 from headrace.checkpoint.saving.plan import Event, Released
 from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.checkpoint.tier import restoring, saving
@@ -458,3 +458,44 @@ def test_a_trainer_that_restored_while_the_store_was_unreachable_learns_of_a_new
     assert "step 5 was restored while the store was unreachable, but step 9 of timeline 2 is newer" in error.message
     assert "has no step" in restoring.outdated("exp", Base(1, 5, "a"), None).message
     assert commit is not None
+
+
+def kept_by_all(remote: Counting, tier: LocalTier, *, step: int, ranks: int, missing: int = -1) -> str:
+    """A step that all ranks of the node but `missing` have kept in the tier only; its attempt."""
+    attempt = names.new_id()
+    for rank in range(ranks):
+        if rank != missing:
+            made = make(remote, tiny_state(100 * step + rank), step=step, attempt=attempt, rank=rank, world_size=ranks)
+            keep_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier)
+    return attempt
+
+
+def test_a_step_that_many_ranks_of_a_node_have_kept_is_committed_and_older_ones_are_not_sent(
+    remote: Counting, tier: LocalTier
+) -> None:
+    saved(remote, tier)
+    kept_by_all(remote, tier, step=2, ranks=6)
+    newest = kept_by_all(remote, tier, step=3, ranks=6)
+    remote.calls.clear()
+    try_to_finish(remote, tier)
+    assert latest(remote) == Base(1, 3, newest)
+    sent = {key for operation, key in remote.calls if operation == "put_multipart"}
+    assert len(sent) == 6
+    assert all(newest in key for key in sent)
+
+
+def test_an_older_step_is_committed_if_a_rank_lacks_the_newest_one(remote: Counting, tier: LocalTier) -> None:
+    saved(remote, tier)
+    whole = kept_by_all(remote, tier, step=2, ranks=3)
+    kept_by_all(remote, tier, step=3, ranks=3, missing=1)
+    try_to_finish(remote, tier)
+    assert latest(remote) == Base(1, 2, whole)
+
+
+def test_keeping_a_step_asks_the_store_for_nothing(remote: Counting, tier: LocalTier) -> None:
+    saved(remote, tier)
+    made = make(remote, tiny_state(2), step=2, number=1)
+    remote.before, before = unreachable, len(remote.calls)
+    record = keep_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier)
+    assert len(remote.calls) == before
+    assert record in tier.records()

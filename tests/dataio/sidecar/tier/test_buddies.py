@@ -151,16 +151,16 @@ class Cut(Exception):
 def test_a_broken_transfer_goes_on_where_it_broke(
     guest: TierConfig, mine: LocalTier, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pieces = TierObject.pieces
+    parts = TierObject.parts
 
-    def cut(held: TierObject, start: int = 0, size: int = MIB) -> Any:
-        for number, piece in enumerate(pieces(held, start, MIB)):
+    def cut(held: TierObject, start: int, buffer: memoryview) -> Any:
+        for number, piece in enumerate(parts(held, start, buffer)):
             if number == 2:
                 raise Cut
             yield piece
 
     with monkeypatch.context() as patched:
-        patched.setattr(TierObject, "pieces", cut)
+        patched.setattr(TierObject, "parts", cut)
         with pytest.raises(Cut), connect(guest) as buddy:
             buddy.offer(mine, "s", "packs/1")
     wait_for(lambda: refused(listening[0]) == {"broken": 1})

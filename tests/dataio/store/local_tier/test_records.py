@@ -90,3 +90,23 @@ def test_nothing_goes_that_may_be_the_only_copy_of_the_newest_state(records: lis
 def test_limits_can_be_changed_by_replace() -> None:
     assert replace(TierLimits(1, 2), steps=3).steps == 3
     assert msgspec.structs.replace(record(1), committed=0.0).committed == 0
+
+
+def guests(*places: int, rank: int = 0) -> list[Record]:
+    return [record(step, committed=False, guest=True, rank=rank) for step in places]
+
+
+def test_a_guests_step_goes_when_its_node_has_sent_enough_newer_ones() -> None:
+    assert removable_surplus(guests(1, 2, 3), 1) == []
+    assert steps(removable_surplus(guests(1, 2, 3, 4, 5), 1)) == [1, 2]
+    assert [steps(s) for s in removable_steps(guests(1, 2, 3, 4))] == [[1]]
+
+
+def test_a_guests_step_stays_if_only_another_rank_has_newer_ones() -> None:
+    records = [*guests(1, 2, 3, 4), *guests(1, rank=1)]
+    assert removable_surplus(records, 1) == [records[0]]
+    assert removable_steps(records) == []
+
+
+def test_a_step_of_this_node_does_not_go_for_newer_ones_without_a_commit() -> None:
+    assert removable_surplus([record(step, committed=False) for step in range(6)], 1) == []
