@@ -279,7 +279,7 @@ def test_all_memory_of_optimizers_and_frozen_parameters_is_copied_late() -> None
     layer = torch.nn.Linear(8, 8)
     layer.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW([layer.weight])
-    layer(torch.ones(8)).sum().backward()  # type: ignore[no-untyped-call]
+    layer(torch.ones(8)).sum().backward()
     optimizer.step()
     average = optimizer.state[layer.weight]["exp_avg"]
     tensors = [layer.weight.detach(), average, average.view(-1)[:2], layer.bias.detach(), torch.ones(8), torch.ones(0)]
