@@ -125,16 +125,30 @@ def keep_staged(
 
 
 def commit_kept(
-    plan: PutPlan, *, store: Store, local_tier: LocalTier, clock: Clock = SYSTEM_CLOCK
+    plan: PutPlan,
+    *,
+    store: Store,
+    local_tier: LocalTier,
+    failed_ranks: commit.FailedRanks = commit.no_failed_ranks,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> dict[str, object]:
     """Upload the rank's part of a step that `keep_staged` has kept, and commit the step.
 
-    Raises `NotFoundError` if the tier does not have it.
+    Raises `NotFoundError` if the tier does not have it. `failed_ranks`: see `commit_staged`.
     """
     attempt = Attempt(plan.run, plan.timeline, plan.step, plan.attempt, plan.world_size)
     progress = ProgressFile(None)
     progress.finished(saving.kept_manifest(store.location.url, local_tier, attempt.manifest_key(plan.rank)))
-    return commit_staged(None, plan, lambda _: None, store=store, local_tier=local_tier, progress=progress, clock=clock)
+    return commit_staged(
+        None,
+        plan,
+        lambda _: None,
+        store=store,
+        local_tier=local_tier,
+        progress=progress,
+        failed_ranks=failed_ranks,
+        clock=clock,
+    )
 
 
 @dataclass(slots=True)

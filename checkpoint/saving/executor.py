@@ -19,14 +19,14 @@ from dataclasses import dataclass
 
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.repository import commit
-from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.commit import Attempt, FinalError
 from headrace.checkpoint.saving import plan as plans
 from headrace.checkpoint.saving.commit_worker import commit_kept, commit_staged, keep_staged, result_of
 from headrace.checkpoint.saving.plan import Event, OwnManifest, PutPlan, Released
 from headrace.checkpoint.saving.progress import ProgressFile
 from headrace.checkpoint.saving.upload import ArenaBytes
 from headrace.checkpoint.tier.restoring import NodeTier, node_tier
-from headrace.checkpoint.tier.saving import KeptSteps
+from headrace.checkpoint.tier.saving import KeptSteps, local_only_error
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import (
@@ -55,6 +55,8 @@ ROUNDS = 5
 """The maximum number of times that one save is followed at a daemon, restarts included."""
 _KEPT_MANIFEST_BYTES = 8 * MIB
 """The next save uses a manifest of up to this size from memory. It reads a larger manifest from the store."""
+_WITHOUT_BASES = 15
+"""The number of uploads without bases that follow an upload for which the bases had no chunk."""
 _POLL = 0.2
 _WATCH_SECONDS = 5.0
 _plan_built = declare("trainer.plan-built", "the arena is full, the plan is built, the sidecar has neither")
@@ -104,6 +106,7 @@ class SaveExecutor:
     ) -> None:
         self._store, self._sidecar_name, self._meter, self._clock = store, sidecar, meter, clock
         self._through_tier, self.has_tier, self.kept_steps = through_tier, False, KeptSteps()
+        self._without_bases = 0
         self._sidecar: Sidecar | None = None
         self.own_manifest: OwnManifest | None = None
         """This rank's manifest of the step that the last save committed. None before the first save and after a failed one."""
@@ -159,11 +162,51 @@ class SaveExecutor:
         return local_tier
 
     def _commit_through_tier(self, save: StagedSave, local_tier: LocalTier) -> dict[str, object]:
+        """Commit in this process, with the tier before the store.
+
+        If the bases had no chunk of an earlier step, the next ones are kept without bases and uploaded from the tier.
+        Then the trainer's next save does not wait until the store has answered about the bases.
+        """
         save.handed_over("process")
+        plan = save.plan
         try:
-            return self._commit_in_process(save, shared=False, local_tier=local_tier)
+            if self._without_bases and save.arena_fd >= 0 and not plan.description_data:
+                self._without_bases -= 1
+                return self._keep_and_commit(save, local_tier)
+            result = self._commit_in_process(save, shared=False, local_tier=local_tier)
         except TransientError as error:
-            return self._result_or_raise(save.plan, error)
+            return self._result_or_raise(plan, error)
+        if plan.bases and plan.compression != "delta" and not result["bytes_deduplicated"]:
+            self._without_bases = _WITHOUT_BASES
+        return result
+
+    def _keep_and_commit(self, save: StagedSave, local_tier: LocalTier) -> dict[str, object]:
+        """Keep the step, release the arena, and upload the step from the tier. If the tier is full, as without this."""
+        began, release = self._clock.monotonic(), save.give_back
+        try:
+            keep_staged(
+                save.view(), save.plan, lambda _: None, store=self._store, local_tier=local_tier, clock=self._clock
+            )
+        except CapacityError:
+            release = _nothing
+            return self._commit_in_process(save, shared=False, local_tier=local_tier)
+        finally:
+            release()
+        kept = self._clock.monotonic() - began
+        save.kept()
+        try:
+            result = commit_kept(
+                save.plan,
+                store=self._store,
+                local_tier=local_tier,
+                failed_ranks=save.failed_ranks,
+                clock=self._clock,
+            )
+        except FinalError:
+            raise
+        except TransientError as error:
+            raise local_only_error(error, save.plan.step) from error
+        return result | {"kept": kept, "seconds": self._clock.monotonic() - began}
 
     def _commit_anywhere(self, save: StagedSave) -> dict[str, object]:
         sidecar, staged = self._hand_over(save)
@@ -373,6 +416,10 @@ class SaveExecutor:
         if committed is None or not committed.commits(plan.attempt):
             return None
         return result_of(self._store, attempt, plan.rank, committed)
+
+
+def _nothing() -> None:
+    pass
 
 
 class _ArenaOwner:

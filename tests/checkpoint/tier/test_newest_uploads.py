@@ -57,7 +57,7 @@ def hold_packs(store: Counting, gate: threading.Event) -> None:
 
 
 def state(value: float) -> dict[str, torch.Tensor]:
-    return {"w": torch.full((200_000,), value)}
+    return {"w": torch.full((200_000,), float(value))}
 
 
 def committed_steps(tmp_path: Path) -> list[int]:
@@ -84,6 +84,44 @@ def test_saves_do_not_wait_for_an_upload_and_are_kept_meanwhile(
         assert not last.local
         assert last.result(60).kept is not None
     assert committed_steps(tmp_path) == [1, 7]
+
+
+def test_steps_without_common_chunks_are_kept_before_the_store_is_asked(
+    open_one: Opens, gate: threading.Event, tmp_path: Path
+) -> None:
+    """After an upload for which the bases had nothing, the arena is free although the store does not answer."""
+    checkpointer, store = open_one()
+    with checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step)).result(60)
+
+        def hold_all(_operation: str, _key: str) -> None:
+            assert gate.wait(60)
+
+        store.before = hold_all
+        third = checkpointer.save(3, state(3))
+        assert not third.local
+        assert third.wait_kept(60)
+        fourth = checkpointer.save(4, state(4))
+        assert fourth.wait_kept(60)
+        assert not third.done
+        gate.set()
+        result = third.result(60)
+        assert result.bytes_written == result.bytes_state == 800_000
+        assert result.kept is not None
+    assert committed_steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_frozen_tensors_are_uploaded_once(open_one: Opens) -> None:
+    checkpointer, _ = open_one()
+    frozen = torch.randn(500_000)
+    with checkpointer:
+        results = [
+            checkpointer.save(step, {"frozen": frozen, "w": torch.full((200_000,), float(step))}).result(60)
+            for step in range(1, 5)
+        ]
+    assert results[0].bytes_deduplicated == 0
+    assert all(result.bytes_deduplicated == 2_000_000 for result in results[1:])
 
 
 def test_close_uploads_the_last_step(open_one: Opens, gate: threading.Event, tmp_path: Path) -> None:
