@@ -42,6 +42,8 @@ _DAEMONS = {"daemon", "sidecar", "node", "nodes"}
 _STARTERS = {"subprocess", "multiprocessing", "tests.support.nursery", "tests.support.headrace_command"}
 _START_PROCESS = worker_pool.start_process
 _PLACE = pytest.StashKey[Place]()
+_FEW_MODULES = 50  # imports of tests that make no collection slow
+_frozen_modules = 0
 _SAID = 6000  # characters of a failure that are printed at once; the end of the run has all of it
 _MEDIA = Path(os.environ.get("HEADRACE_TESTS_MEDIA") or Path(__file__).resolve().parents[2] / "shared" / "media")
 
@@ -108,7 +110,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    _freeze_modules()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if len(sys.modules) > _frozen_modules + _FEW_MODULES:
+        _freeze_modules()
+
+
+def _freeze_modules() -> None:
     """The collector looks at no import again. With torch and its friends, each full collection would take half a second."""
+    global _frozen_modules
+    _frozen_modules = len(sys.modules)
     gc.collect()
     gc.freeze()
 
