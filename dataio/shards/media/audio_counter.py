@@ -298,7 +298,7 @@ def _mp3_frame(header: int) -> tuple[int, int]:
 _OPUS_CELT = 16
 """The first of the configurations of a packet that use only CELT. Decoders of SILK resample, which delays samples."""
 _OPUS_MAX_SAMPLES = 5760
-"""120 ms, the longest packet of Opus."""
+"""The samples of the longest packet that Opus allows."""
 _OPUS_MIN_BYTES = 3
 """Shorter packets may be lost or silent frames."""
 

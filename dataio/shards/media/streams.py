@@ -102,7 +102,7 @@ def open_described(source: Any) -> Any:
 
 
 def _guessed_bytes(head: bytes) -> int:
-    """Return the bytes of a WAV file, or more, in which libav looks for compressed audio: 32 packets of 0.1 seconds."""
+    """Return the bytes of a WAV file in which libav looks for compressed audio, or more: those of at most four seconds."""
     if head[12:16] != b"fmt ":
         return _GUESSED_BYTES
     return min(_GUESSED_BYTES, 64 * limits.KIB + 4 * int.from_bytes(head[28:32], "little"))

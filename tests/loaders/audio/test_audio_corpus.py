@@ -162,6 +162,32 @@ def test_damage_from_before_packing_is_an_error_and_never_other_sound(name: str,
     assert 0 < errors < kind.seconds - 1
 
 
+@pytest.mark.parametrize("name", ["m4a aac", "mkv aac"])
+def test_a_damaged_packet_that_the_index_does_not_find_is_an_error_of_the_windows_that_need_it(name: str) -> None:
+    """AAC has no checksums, and the index counts its packets without decoding them."""
+    kind = KINDS[name]
+    data = bytearray(made(kind))
+    sound = whole(bytes(data), 0)
+    assert sound is not None
+    with av.open(io.BytesIO(bytes(data)), "r") as container:
+        at, packet = next((p.pos, bytes(p)) for n, p in enumerate(container.demux(audio=0)) if n == 200)
+    assert at is not None
+    begin = data.index(packet, at)
+    data[begin : begin + len(packet)] = (b"\x5a\x17" * len(packet))[: len(packet)]
+    info, errors = indexed(bytes(data), kind.ext), list[int]()
+    assert info.marks
+    spec = AudioSpec(sound.rate, 2, seconds=1.0, downmix="first")
+    for second in range(kind.seconds - 1):
+        try:
+            window, _ = decode_audio(memoryview(data), info, Fraction(second), spec, sound.rate, True)
+        except HeadraceError:
+            errors.append(second)
+        else:
+            assert off(window, sound, second * sound.rate) <= 1e-5, second
+    assert 4 in errors  # the packet lies there
+    assert len(errors) <= 2
+
+
 def test_far_more_packets_than_their_stamps_have_room_for_are_refused() -> None:
     """Matroska with 40,000 packets at one instant."""
     target = io.BytesIO()
