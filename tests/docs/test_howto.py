@@ -44,6 +44,7 @@ NOT_RUN = {
     "needs the package pylance": 1,
     "needs vLLM": 2,
     "takes half an hour": 1,
+    "the folder of the block before has no such file": 1,
 }
 """Blocks that are shown and not run, by reason, on all pages of the site."""
 

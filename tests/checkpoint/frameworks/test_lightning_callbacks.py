@@ -163,9 +163,9 @@ def test_committed_steps_reach_the_trainers_own_loggers(url: str, tmp_path: Path
     fit(tmp_path, url, 6, callbacks(tmp_path), logger=[board, tracked, loggers.CSVLogger(tmp_path / "csv")])
     events = accumulator.EventAccumulator(board.log_dir)
     events.Reload()
-    assert [each.step for each in events.Scalars("checkpoint/bytes_state")] == [3, 6]
+    assert sorted(each.step for each in events.Scalars("checkpoint/bytes_state")) == [3, 6]
     history = mlflow.MlflowClient(mlflow_folder).get_metric_history(tracked.run_id, "checkpoint/metadata/loss")
-    assert [each.step for each in history] == [3, 6]
+    assert sorted(each.step for each in history) == [3, 6]
 
 
 class Listed(Tracker):
@@ -183,7 +183,7 @@ def test_given_trackers_replace_those_of_the_loggers(url: str, tmp_path: Path) -
 
     assert _trackers_of(SimpleNamespace(is_global_zero=True, loggers=[board]))
     fit(tmp_path, url, 6, made, logger=board)
-    assert mine.steps == [3, 6]
+    assert sorted(mine.steps) == [3, 6]  # two saves in flight may end in another order
 
 
 def test_a_rank_resumes_from_the_step_that_rank_0_found(url: str, tmp_path: Path) -> None:
