@@ -101,7 +101,7 @@ class Loader(BaseLoader):
 
     Raises:
         NotFoundError, AccessDeniedError, UsageError: when the loader is created.
-        UsageError: while iterating, if no sample has the path, column or tensor that a field names.
+        UsageError: while iterating, if no sample has the value that a field names, or all have one of another kind.
         CorruptionError: while iterating, if too many samples are damaged, or a sample and all its substitutes.
         HeadraceError: while iterating, for errors of the store.
 
