@@ -152,7 +152,7 @@ def test_order_prints_its_table_before_the_error_of_buckets_that_fill_no_batch(
     assert found["buckets"] == []
     assert [one["clips"] for one in found["left_out"]["buckets"]] == [5, 2]
     assert found["error"]["message"].startswith(problem)
-    with pytest.raises(UsageError, match=f"{problem} .*drop_last=False"):
+    with pytest.raises(UsageError, match=f"{problem}: 48x64 has 5, and .*drop_last=False"):
         VideoLoader(mixed, buckets=Buckets(SHAPES.buckets, budget=9 * FRAMES * 48 * 64), clip=Clip(FRAMES))
 
 
