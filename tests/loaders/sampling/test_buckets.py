@@ -171,7 +171,7 @@ def test_impossible_buckets_are_refused() -> None:
     with pytest.raises(UsageError, match=r"such as Bucket\(\(192, 336\)\)"):
         Bucket(192, 336)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"\(Bucket\(\(256, 256\)\), "):
-        Buckets([(256, 256)], 10**6)  # type: ignore[list-item, arg-type]
+        Buckets([(256, 256)], 10**6)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a whole batch: 0 has 3, and its global batch 15"):
         bucketed(Buckets(one, 10**6), [Population(3)])
     with pytest.raises(UsageError, match="a clip costs 65536"):

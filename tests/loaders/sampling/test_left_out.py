@@ -156,7 +156,10 @@ def test_an_optional_file_that_no_sample_has_is_named_once_with_a_similar_one(
     dataset: Dataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     log._logged.clear()
-    fields = {"t5": Bytes("t5.safetensor", required=False), "top": Video(file="cam1.mp4", required=False)}
+    fields: dict[str, Any] = {
+        "t5": Bytes("t5.safetensor", required=False),
+        "top": Video(file="cam1.mp4", required=False),
+    }
     with caplog.at_level(logging.WARNING, logger="headrace"):
         for _ in range(2):
             Loader(dataset, 1, fields=fields, num_threads=1).close()
@@ -169,7 +172,7 @@ def test_an_optional_file_that_no_sample_has_is_named_once_with_a_similar_one(
 
 
 def test_an_error_names_a_similar_file_and_what_keeps_the_samples(dataset: Dataset) -> None:
-    fields = {"t5": Bytes("t5.safetensor"), "text": Text(required=False), "all": Bytes("class.json")}
+    fields: dict[str, Any] = {"t5": Bytes("t5.safetensor"), "text": Text(required=False), "all": Bytes("class.json")}
     with pytest.raises(
         UsageError, match=r"all of 't5', 'all': no sample has \.t5\.safetensor \(did you mean"
     ) as caught:
@@ -184,7 +187,7 @@ def test_audio_that_clips_lack_says_how_silent_clips_are_kept(tmp_path: Path) ->
     make_clip(tmp_path, 0, seconds=1)
     (tmp_path / "picture.png").write_bytes(picture("png", 64, 48))
     with pack([tmp_path], tmp_path / "ds", workers=1) as packed:
-        fields = {"video": Video(Clip(2), (16, 16)), "sound": Audio(0.5)}
+        fields: dict[str, Any] = {"video": Video(Clip(2), (16, 16)), "sound": Audio(0.5)}
         with pytest.raises(UsageError, match=r"all of 'video', 'sound': no sample has sound") as caught:
             Loader(packed, 1, fields=fields)
         assert 'samples without sound: Audio(seconds=0.5, like="video") keeps them, silent' in str(caught.value)
