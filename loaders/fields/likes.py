@@ -74,10 +74,11 @@ def _check_like(name: str, like: Any, likes: Likes) -> None:
     videos = likes.videos
     if like not in videos:
         allowed = [one for one, video in videos.items() if _may_follow(name, one, video, likes)]
+        hint = f"it may be like: {', '.join(map(repr, allowed))}" if allowed else "add such a field, or leave like out"
         raise UsageError(
             f"the field {name!r} is like {like!r:.80}, which is not a Video or Image field"
             f"{did_you_mean(str(like), allowed)}",
-            hint=f"it may be like: {', '.join(map(repr, allowed)) or 'none'}",
+            hint=hint,
         )
     if name in videos and (driver := videos[like].like) is not None:
         raise UsageError(

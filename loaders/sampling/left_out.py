@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from headrace.dataio.core.errors import UsageError
-from headrace.dataio.core.log import get_logger, warn_once
+from headrace.dataio.core.log import get_logger, is_first, warn_once
 from headrace.dataio.core.suggestions import did_you_mean
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.container import VIDEO_EXTENSIONS
@@ -67,10 +67,10 @@ def samples_with_all(
 def warn_of_absent_files(dataset: Dataset, extensions: Collection[str]) -> None:
     """Log which of these optional files no sample has, once for each job.
 
-    Parts of the index are read until all of the files are found.
+    One process of the job reads parts of the index until it has found all of the files.
     """
     unknown = set(extensions) - dataset.index.files_of_all
-    if not unknown or not len(dataset):
+    if not unknown or not len(dataset) or not is_first("job"):
         return
     there = _extensions_in(dataset, unknown)
     for ext in sorted(unknown.difference(there)):
