@@ -148,9 +148,7 @@ class Text(Field):
         usable = [(text, number) for text, number in zip(texts, numbers, strict=True) if text and number]
         if not usable:
             if self.required:
-                raise UnsupportedError(
-                    f"{self.path!r:.80} in {what} holds no text", hint="Text(required=False) keeps such samples"
-                )
+                raise MissingValueError(f"{self.path!r:.80} in {what} holds no text", hint=KEEPS)
             return None
         chosen = usable[0][0] if self.choose == "first" else _drawn(usable, data)
         return _checked_text(chosen, f"a text of {self.path!r:.80} in {what}")
