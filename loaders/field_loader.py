@@ -42,10 +42,11 @@ from headrace.loaders.processors.video import ClipProcessor, ClipSpec, together
 from headrace.loaders.processors.wrappers import by_stream, mels, sourced, wrapped
 from headrace.loaders.sampling.buckets import Buckets, Durations
 from headrace.loaders.sampling.columns import HasFiles, HasValue
-from headrace.loaders.sampling.left_out import samples_with_all
+from headrace.loaders.sampling.left_out import KEEPS, samples_with_all, warn_of_absent_files
 from headrace.loaders.sampling.plan import Bucketing
 from headrace.loaders.sampling.sample_ids import SampleIds, Small
 from headrace.loaders.sampling.state import parts as described_parts
+from headrace.loaders.validation import check_type
 
 if TYPE_CHECKING:
     from headrace.loaders.audio.spec import AudioSpec
@@ -101,7 +102,7 @@ class Loader(BaseLoader):
 
     Raises:
         NotFoundError, AccessDeniedError, UsageError: when the loader is created.
-        UsageError: while iterating, if no sample has the path, column or tensor that a field names.
+        UsageError: while iterating, if no sample has the value that a field names, or all have one of another kind.
         CorruptionError: while iterating, if too many samples are damaged, or a sample and all its substitutes.
         HeadraceError: while iterating, for errors of the store.
 
@@ -185,6 +186,9 @@ class _Fields:
         buckets = self._config.buckets
         if buckets is None:
             return None
+        check_type(
+            "buckets", buckets, (Buckets, Durations), "Buckets(...) for videos, or Durations(...) for recordings"
+        )
         if isinstance(buckets, Buckets) and len(self.likes.drivers) == 1:
             (video,) = self.likes.drivers.values()
             self._check_sizes()
@@ -214,19 +218,45 @@ class _Fields:
     def find(self, dataset: Dataset) -> SampleIds:
         """The samples that have all required fields.
 
-        The log says how many are left out for lack of each file, and how many images.
+        The log says how many are left out for lack of each file, and how many images. It names optional files that no
+        sample has.
         """
         own = [video for video in self.videos.values() if video.file is None]
         conditions: list[HasValue | HasFiles] = [video.condition(self._video_buckets) for video in own]
+        keeps: dict[HasValue | HasFiles, str] = {}
         if self.audios:
             conditions.append(HasValue("audio_codec"))
+            keeps |= self._keeps_silent()
         optional: list[HasValue | HasFiles] = []
         if any(one.uses_caption for one in self._required):
             optional.append(HasValue("text"))
         files = {ext for one in self._required for ext in one.files}
         optional += [HasFiles((ext,)) for ext in sorted(files.union(self.video_files))]
-        wanted = f"all of {', '.join(map(repr, self.named))}"
-        return samples_with_all(dataset, tuple(dict.fromkeys([*conditions, *optional])), optional, wanted)
+        keeps |= dict.fromkeys(optional, KEEPS)
+        wanted = f"all of {', '.join(map(repr, self._deciding))}"
+        ids = samples_with_all(dataset, tuple(dict.fromkeys([*conditions, *optional])), keeps, wanted)
+        warn_of_absent_files(dataset, self._optional_files)
+        return ids
+
+    def _keeps_silent(self) -> dict[HasValue | HasFiles, str]:
+        """What keeps samples without sound, if the loader has a `Video` field that audio can follow."""
+        seconds = next(iter(self.audios.values())).window.seconds
+        free = [name for name, one in self.videos.items() if one.required and name not in self.likes.tracks]
+        hint = f'Audio(seconds={seconds:g}, like="{free[0]}") keeps them, silent' if free else ""
+        return {HasValue("audio_codec"): hint} if free else {}
+
+    @property
+    def _deciding(self) -> list[str]:
+        """The names of the fields that leave samples out."""
+        fields = {name: one for name, one in self.others.items() if one.required and (one.files or one.uses_caption)}
+        videos = {name: one for name, one in self.videos.items() if one.required}
+        return [name for name in self.named if name in fields or name in videos or name in self.audios]
+
+    @property
+    def _optional_files(self) -> set[str]:
+        """The files of fields with `required=False`."""
+        files = {ext for one in self.others.values() if not one.required for ext in one.files}
+        return files | {one.file for one in self.videos.values() if one.file is not None and not one.required}
 
     @property
     def described(self) -> Any:

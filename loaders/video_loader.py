@@ -134,7 +134,7 @@ class VideoLoader(BaseLoader):
           (B,), how many of the S samples are real audio and not zero padding.
         - Each of `columns`: a list.
         - With a mixture, "source": the names of the samples' sources.
-        - With buckets, "bucket": the number of the batch's bucket.
+        - With buckets, "bucket": the index of the batch's bucket in `buckets`.
         - In an evaluation, "samples_per_rank": the number of samples of each rank, including damaged ones;
           "empty_ranks": the ranks without samples.
 

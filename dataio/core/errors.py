@@ -108,10 +108,11 @@ class CorruptionError(HeadraceError):
 
 
 class MissingValueError(CorruptionError):
-    """The file of a sample lacks the path, column or tensor that a field of a loader names.
+    """The value that a field of a loader names is missing, or of another kind.
 
-    It makes a bad sample. If all samples that the loader tries lack it, the loader raises `UsageError` instead, since the
-    name is probably wrong.
+    It is missing if the file of a sample lacks its path, column or tensor. It is of another kind if, for example, a field
+    of numbers finds a text. It makes a bad sample. If all samples that the loader tries are bad for this reason, the loader
+    raises `UsageError` instead, since the field is probably wrong.
     """
 
     code = "missing_value"

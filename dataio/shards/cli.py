@@ -234,8 +234,8 @@ def _info_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
         ("frames", str(figures["video_frames"])),
         ("bytes", f"{limits.format_bytes(figures['member_bytes'])} of {_bytes_in_shards(figures)}"),
     ]
-    for label in ("video codecs", "audio codecs", "sizes", "sample rates", "colors"):
-        counts = list(figures[label.replace(" ", "_")].items())
+    for label in ("video codecs", "audio codecs", "sizes (width x height)", "sample rates", "colors"):
+        counts = list(figures[label.partition(" (")[0].replace(" ", "_")].items())
         shown = ", ".join(f"{name} ({n})" for name, n in counts[:_CODECS_SHOWN])
         more = f", and {len(counts) - _CODECS_SHOWN} more" if len(counts) > _CODECS_SHOWN else ""
         rows.append((label, shown + more or "none"))

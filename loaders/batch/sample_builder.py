@@ -5,9 +5,9 @@ Purpose: one function that does all the work for a sample, and that any thread m
 Invariants: the result depends only on the plan, the sample's position and the stored bytes. A damaged sample is
 replaced by a substitute from the plan. The rest of the batch and of the order does not change.
 Failure behaviour: only damaged samples (corrupt, unsupported or too large) are replaced. If `MAX_SUBSTITUTES`
-substitutes, or all that exist, are damaged too, `CorruptionError` names the first sample. If all of them lack a value
-that a field names, it is a `UsageError`. Other errors, such as an unreachable store or wrong credentials, are raised, so
-a bad network never changes the training data.
+substitutes, or all that exist, are damaged too, `CorruptionError` names the first sample. If none of them has a value
+that a field can use, it is a `UsageError`. Other errors, such as an unreachable store or wrong credentials, are raised,
+so a bad network never changes the training data.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from headrace.dataio.shards.sample import Sample
 from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.fields.options import (
     ITEM_BYTES,
+    KEEPS,
     NUMPY_DTYPES,
     TORCH_DTYPES,
     check_dtype,
@@ -141,7 +142,9 @@ class Safetensors(Field):
         if self.name not in entries:
             if not self.required:
                 return None
-            raise MissingValueError(f"{what} has no tensor {self.name!r:.80}", hint=f"it has {listed(entries)}")
+            raise MissingValueError(
+                f"{what} has no tensor {self.name!r:.80}", hint=f"it has {listed(entries)}; {KEEPS}"
+            )
         return converted(read_tensor(contents, start, entries[self.name], what), _name(self.dtype))
 
     def nbytes(self, sample: Sample) -> int:

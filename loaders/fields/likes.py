@@ -16,6 +16,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from headrace.dataio.core.errors import UsageError
+from headrace.dataio.core.suggestions import did_you_mean
 from headrace.loaders.audio.spec import AudioSpec
 from headrace.loaders.fields.audio import Audio
 from headrace.loaders.fields.pictures import Mask
@@ -72,10 +73,12 @@ def likes_of(named: Mapping[str, Any]) -> Likes:
 def _check_like(name: str, like: Any, likes: Likes) -> None:
     videos = likes.videos
     if like not in videos:
-        there = ", ".join(map(repr, videos)) or "none"
+        allowed = [one for one, video in videos.items() if _may_follow(name, one, video, likes)]
+        hint = f"it may be like: {', '.join(map(repr, allowed))}" if allowed else "add such a field, or leave like out"
         raise UsageError(
-            f"the field {name!r} is like {like!r}, which is not a Video or Image field",
-            hint=f"the fields of this kind are: {there}",
+            f"the field {name!r} is like {like!r:.80}, which is not a Video or Image field"
+            f"{did_you_mean(str(like), allowed)}",
+            hint=hint,
         )
     if name in videos and (driver := videos[like].like) is not None:
         raise UsageError(
@@ -86,6 +89,11 @@ def _check_like(name: str, like: Any, likes: Likes) -> None:
             f"the field {name!r} is like {like!r}, which some samples may lack",
             hint=f"leave required=False out of {like!r}, or let {name!r} be like a field that all samples have",
         )
+
+
+def _may_follow(name: str, other: str, video: Video, likes: Likes) -> bool:
+    """Whether the field `name` may be like the `Video` field `other`."""
+    return video.required and other != name and (video.like is None or name not in likes.videos)
 
 
 def _add_mask(name: str, like: str, likes: Likes) -> None:

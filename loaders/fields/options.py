@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headrace.dataio.core.errors import UnsupportedError, UsageError
+from headrace.dataio.core.errors import MissingValueError, UnsupportedError, UsageError
 from headrace.dataio.core.suggestions import did_you_mean
 from headrace.loaders.fields.base import Field
 from headrace.loaders.validation import checked
@@ -47,6 +47,8 @@ TORCH_DTYPES = {
 """The dtypes that only torch has, and the bytes of an item."""
 ITEM_BYTES = NUMPY_DTYPES | TORCH_DTYPES
 COLLATES = ("stack", "pad", "concat", "list")
+KEEPS = "required=False keeps such samples"
+"""The hint of an error that the option `required=False` avoids."""
 _OTHER_NAMES = {"half": "float16", "float": "float32", "double": "float64", "int": "int32", "long": "int64"}
 
 
@@ -89,6 +91,11 @@ def check_dtype(field: Field, dtype: Any, known: Sequence[str] = tuple(ITEM_BYTE
         )
     object.__setattr__(field, "dtype", name)
     return name
+
+
+def keepable(error: MissingValueError) -> MissingValueError:
+    """The error with the hint that `required=False` keeps such samples."""
+    return MissingValueError(error.message, hint=f"{error.hint}; {KEEPS}")
 
 
 def converted(value: Any, dtype: str | None) -> Any:

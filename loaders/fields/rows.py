@@ -30,7 +30,15 @@ from headrace.dataio.shards.sample import Sample
 from headrace.loaders.clip import TOLERANCE
 from headrace.loaders.fields.arrays import read_entries, read_npy, read_tensor
 from headrace.loaders.fields.base import Field, FieldInput
-from headrace.loaders.fields.options import ITEM_BYTES, check_dtype, check_file, check_options, converted, listed
+from headrace.loaders.fields.options import (
+    ITEM_BYTES,
+    check_dtype,
+    check_file,
+    check_options,
+    converted,
+    keepable,
+    listed,
+)
 from headrace.loaders.fields.parquet_columns import TABLE_BYTES, ColumnReader
 from headrace.loaders.validation import checked
 
@@ -133,9 +141,13 @@ class Rows(Field):
     def decode(self, data: FieldInput) -> Any:
         what = f".{self.file}"
         table = _table(self, data, what)
-        if not self.required and self.column is not None and not table.has(self.column):
+        has_column = self.column is None or table.has(self.column)
+        if not has_column and not self.required:
             return None if self.offsets is None else (None, self.entries)
-        values, times = _values_and_times(self, table, what)
+        try:
+            values, times = _values_and_times(self, table, what)
+        except MissingValueError as error:
+            raise (error if has_column else keepable(error)) from None
         if not len(values):
             raise CorruptionError(f"{what} has no rows")
         clock = _TimesClock(times, len(values), what) if self.rate is None else _RateClock(len(values), self.rate)

@@ -9,8 +9,9 @@ Invariants:
 - Numbers are never changed: a number that its dtype cannot hold is an error. Floating-point numbers are rounded to the
   dtype's precision.
 
-Failure behaviour: damaged text and JSON, a path that a sample does not have, and numbers that do not form a tensor
-raise `CorruptionError`. Files that are too large, and samples without a caption, raise `UnsupportedError`.
+Failure behaviour: damaged text and JSON raise `CorruptionError`. A path that a sample does not have, and a value of
+another kind, such as numbers that do not form a tensor, raise `MissingValueError`. Files that are too large, and samples
+without a caption, raise `UnsupportedError`.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ from headrace.loaders.fields.base import Field, FieldInput
 from headrace.loaders.fields.options import (
     COLLATES,
     ITEM_BYTES,
+    KEEPS,
     NUMPY_DTYPES,
     check_dtype,
     check_file,
     check_options,
     converted,
+    keepable,
     listed,
 )
 from headrace.loaders.interfaces import Collate
@@ -134,9 +137,9 @@ class Text(Field):
         document = read_json(data.files[str(self.file)], what)
         try:
             value = value_at(document, self.path, what)
-        except MissingValueError:
+        except MissingValueError as error:
             if self.required:
-                raise
+                raise keepable(error) from None
             return None
         texts = texts_of(value, f"{self.path!r:.80} in {what}")
         numbers = [1.0] * len(texts)
@@ -145,9 +148,7 @@ class Text(Field):
         usable = [(text, number) for text, number in zip(texts, numbers, strict=True) if text and number]
         if not usable:
             if self.required:
-                raise UnsupportedError(
-                    f"{self.path!r:.80} in {what} holds no text", hint="Text(required=False) keeps such samples"
-                )
+                raise MissingValueError(f"{self.path!r:.80} in {what} holds no text", hint=KEEPS)
             return None
         chosen = usable[0][0] if self.choose == "first" else _drawn(usable, data)
         return _checked_text(chosen, f"a text of {self.path!r:.80} in {what}")
@@ -159,12 +160,15 @@ def texts_of(value: Any, what: str) -> list[str]:
     Args:
         value: the parsed JSON value.
         what: name of the value, for errors.
+
+    Raises:
+        MissingValueError: the value is of another kind.
     """
     texts = value if isinstance(value, list) else [] if value is None else [value]
     for text in texts:
         if not isinstance(text, str):
             kind = "null" if text is None else type(text).__name__
-            raise CorruptionError(f"{what} is not a text or a list of texts: it has a value of type {kind}")
+            raise MissingValueError(f"{what} is not a text or a list of texts: it has a value of type {kind}")
     return [text.strip() for text in texts]
 
 
@@ -175,15 +179,18 @@ def weights_of(value: Any, count: int, what: str) -> list[float]:
         value: the parsed JSON value.
         count: number of texts.
         what: name of the value, for errors.
+
+    Raises:
+        MissingValueError: the value is of another kind, or has another number of weights.
     """
     numbers = value if isinstance(value, list) else [value]
     if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):
-        raise CorruptionError(f"{what} is not a list of numbers that are not negative")
+        raise MissingValueError(f"{what} is not a list of numbers that are not negative")
     if len(numbers) != count:
-        raise CorruptionError(f"{what} has {len(numbers)} numbers for {count} texts")
+        raise MissingValueError(f"{what} has {len(numbers)} numbers for {count} texts")
     weights = [float(number) for number in numbers]
     if not 0 < sum(weights) < math.inf:
-        raise CorruptionError(f"the sum of {what} is not a positive number")
+        raise MissingValueError(f"the sum of {what} is not a positive number")
     return weights
 
 
@@ -253,9 +260,9 @@ class Json(Field):
         value = read_json(data.files[self.file], what)
         try:
             found = value_at(value, self.path, what)
-        except MissingValueError:
+        except MissingValueError as error:
             if self.required:
-                raise
+                raise keepable(error) from None
             return None
         if self.dtype is None or (found is None and not self.required):
             return found
@@ -408,20 +415,21 @@ def tensor_of(value: Any, dtype: str, what: str = "the value") -> Any:
         what: name of the value, for errors.
 
     Raises:
-        CorruptionError: the lists are ragged, have other values than numbers, or numbers that the dtype cannot hold.
+        MissingValueError: the lists are ragged, have other values than numbers, or numbers that the dtype cannot hold.
     """
     shape, flat = list[int](), list[Any]([value])
     while flat and isinstance(flat[0], list):
         length = len(flat[0])
         if not all(isinstance(one, list) and len(one) == length for one in flat):
-            raise CorruptionError(f"{what} is not a tensor: its lists differ in length or depth")
+            raise MissingValueError(f"{what} is not a tensor: its lists differ in length or depth")
         shape.append(length)
         flat = [item for one in flat for item in one]
     kinds = (bool,) if dtype == "bool" else (int, float)
     wrong = next((one for one in flat if type(one) not in kinds), kinds)
     if wrong is not kinds:
         kind = "null" if wrong is None else type(wrong).__name__
-        raise CorruptionError(f"{what} is not a tensor of dtype {dtype}: it has a value of type {kind}")
+        message = f"{what} is not a tensor of dtype {dtype}: it has a value of type {kind}"
+        raise MissingValueError(message, hint=KEEPS if value is None else "")
     if dtype.startswith(("int", "uint")):
         array = _integers(flat, dtype, what)
     elif dtype == "bool":
@@ -436,7 +444,7 @@ def _integers(flat: list[Any], dtype: str, what: str) -> npt.NDArray[Any]:
     low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     for given, found in zip(flat, whole, strict=True):
         if given != found or not low <= found <= high:
-            raise CorruptionError(f"{what} is not a tensor of dtype {dtype}: it has the number {str(given)[:40]}")
+            raise MissingValueError(f"{what} is not a tensor of dtype {dtype}: it has the number {str(given)[:40]}")
     return np.array(whole, dtype)
 
 
@@ -449,5 +457,5 @@ def _floats(flat: list[Any], dtype: str, what: str) -> Any:
         most = torch.finfo(getattr(torch, dtype)).max
     for one in flat:
         if not -most <= one <= most:  # exact for an int of any size
-            raise CorruptionError(f"{what} is not a tensor of dtype {dtype}: it has the number {str(one)[:40]}")
+            raise MissingValueError(f"{what} is not a tensor of dtype {dtype}: it has the number {str(one)[:40]}")
     return converted(np.array([float(one) for one in flat], np.float64), dtype)

@@ -11,8 +11,8 @@ Invariants:
   Other clips of the same video may be intact, and this rank does not know which parts of it other ranks read.
 
 Failure behaviour: `CorruptionError` if more than `limit` samples were skipped, since the cause is then not a single
-sample. `UsageError` if the first samples, more than `limit` or `TRIES`, all lack a value that a field names. Each sample
-is logged once.
+sample. `UsageError` if the first samples, more than `limit` or `TRIES`, all lack the value of a field, or have one of
+another kind. Each sample is logged once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from headrace.loaders.quarantine.records import SkippedSample
 from headrace.loaders.validation import checked
 
 TRIES = 16
-"""If the first samples, more than this, all lack a value that a field names, the field probably names it wrongly."""
+"""If the first samples, more than this, have no value that a field can use, the field is probably wrong."""
 _log = get_logger(__name__)
 
 
@@ -46,7 +46,7 @@ def skips_allowed(limit: float, samples: int) -> int:
 
 
 def misnamed_error(skipped: Sequence[SkippedSample]) -> UsageError | None:
-    """The error if all of these samples lack a value that a field names. None if there is another cause, or no sample.
+    """The error if none of these samples has a value that a field can use. None for another cause, or no sample.
 
     Args:
         skipped: all samples that were tried. No other sample was found.
@@ -55,9 +55,9 @@ def misnamed_error(skipped: Sequence[SkippedSample]) -> UsageError | None:
         return None
     first, plural = skipped[0], "s" if len(skipped) > 1 else ""
     return UsageError(
-        f"the loader tried {len(skipped)} sample{plural}, and none has the value that a field names; the first one, "
+        f"the loader tried {len(skipped)} sample{plural}, and none has a value that the field can use; the first one, "
         f"{first.key!r}: {first.reason}",
-        hint="correct the name in the field, or give the field required=False, which keeps such samples",
+        hint="correct the name or the dtype in the field",
     )
 
 
@@ -109,7 +109,7 @@ class Quarantine:
 
         Raises:
             CorruptionError: more samples than the limit were skipped.
-            UsageError: all samples so far lack a value that a field names, and they are more than the limit or `TRIES`.
+            UsageError: no sample so far has a value that a field can use, and they are more than the limit or `TRIES`.
         """
         self._found_good |= has_samples
         for sample in skipped:

@@ -29,6 +29,7 @@ fills no batch.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,7 +45,7 @@ from headrace.loaders.sampling.interleave import Interleave
 from headrace.loaders.sampling.order import Order
 from headrace.loaders.sampling.permutation import I64, key_of, short
 from headrace.loaders.sampling.schedule import Population, Share, ordered_share, orders_digest
-from headrace.loaders.validation import check_fields
+from headrace.loaders.validation import check_fields, checked
 
 MAX_BUCKETS = 256
 MAX_SIDE = 16_384
@@ -75,8 +76,9 @@ class Bucket:
     frames: int | None = None
 
     def __post_init__(self) -> None:
+        checked("Bucket's size", self.size, tuple[int, int], "a height and a width, such as Bucket((192, 336))")
         check_fields(self)
-        if not all(1 <= n <= MAX_SIDE for n in (*self.size, self.frames or 1)):
+        if not all(1 <= n <= MAX_SIDE for n in (*self.size, 1 if self.frames is None else self.frames)):
             raise UsageError(
                 f"{self} is not a bucket", hint=f"height, width and frames are numbers from 1 to {MAX_SIDE}"
             )
@@ -112,9 +114,13 @@ class Buckets:
     short_as_images: bool = False
 
     def __post_init__(self) -> None:
+        example = "the buckets as (Bucket((256, 256)), Bucket((192, 336)))"
+        checked("Buckets's buckets", self.buckets, tuple[Bucket, ...], example)
         check_fields(self)
-        if not 1 <= len(self.buckets) <= MAX_BUCKETS or len(set(self.buckets)) < len(self.buckets):
-            raise UsageError(f"there are {len(self.buckets)} buckets", hint=f"1 to {MAX_BUCKETS}, each once")
+        if not 1 <= len(self.buckets) <= MAX_BUCKETS:
+            raise UsageError(f"there are {len(self.buckets)} buckets", hint=f"give 1 to {MAX_BUCKETS}")
+        if twice := [name for name, count in Counter(self.names()).items() if count > 1]:
+            raise UsageError(f"the bucket {twice[0]} is given twice", hint="give each bucket once")
         if min(self.budget, self.multiple, *self.patch) < 1:
             raise UsageError(f"{self} is not possible", hint="budget, multiple and patch are positive numbers")
 
@@ -276,19 +282,17 @@ class Bucketed:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
+        names: Sequence[str] = (),
     ) -> Bucketed:
         """The schedule for buckets with these global batch sizes and populations.
 
-        `numbers` identify the buckets in states.
+        `numbers` identify the buckets in states, and `names` in errors.
         """
         there = tuple(bucket for bucket, population in enumerate(populations) if population.samples)
         orders = tuple(populations[bucket].order(batches[bucket], seed, shuffle) for bucket in there)
         made = cls(orders, there, short(key_of(*numbers)), drop_last, seed)
         if not made.batches:
-            raise UsageError(
-                "no bucket has enough clips for a whole batch",
-                hint="lower the budget, use fewer buckets, or give drop_last=False",
-            )
+            raise _no_batch_error(names or [str(bucket) for bucket in range(len(batches))], populations, batches)
         return made
 
     @property
@@ -322,3 +326,15 @@ class Bucketed:
     @cached_property
     def _interleave(self) -> Interleave:
         return Interleave(self._counts)
+
+
+def _no_batch_error(names: Sequence[str], populations: Sequence[Population], batches: Sequence[int]) -> UsageError:
+    """The error of buckets of which none fills a batch."""
+    from headrace.loaders.sampling.never_delivered import list_small_buckets, small_buckets
+
+    small = small_buckets(names, [population.virtual for population in populations], batches)
+    counts = f": {list_small_buckets(small)}" if small else ""
+    return UsageError(
+        f"no bucket has enough clips for a whole batch{counts}",
+        hint="lower the budget, use fewer buckets, or give drop_last=False",
+    )

@@ -107,10 +107,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shapes = parser.add_argument_group("buckets", "also measure videos in batches of one shape")
     shapes.add_argument(
-        "--bucket", metavar="HxW[xFRAMES]", type=_shape, action="append", help="a shape; give one or more"
+        "--bucket",
+        metavar="HxW[xFRAMES]",
+        type=_shape,
+        action="append",
+        help="a shape, height x width; give one or more",
     )
     shapes.add_argument(
         "--budget", metavar="PIXELS", type=_pixels, help="pixels of a global batch (default: --batch of the largest)"
+    )
+    shapes.add_argument(
+        "--multiple",
+        metavar="N",
+        type=positive_int,
+        default=1,
+        help="the clips of a global batch are a multiple of this (default: %(default)s)",
     )
     shapes.add_argument(
         "--frames", metavar="N", type=positive_int, default=16, help="frames of a clip (default: %(default)s)"
@@ -127,7 +138,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HxW",
         type=_shape,
         default=(256, 256),
-        help="with --suggest-buckets: the area of each shape (default: 256x256)",
+        help="with --suggest-buckets: height x width, the area of each shape (default: 256x256)",
     )
     json_option()(parser)
 
@@ -205,7 +216,8 @@ def _suggest_buckets(args: argparse.Namespace) -> int:
     if left_out:
         print(f"\n{left_out} images are not counted. With --frames 1, all samples are counted, each as an image")
     shown = ", ".join(f"Bucket({one.size}, 1)" if frames == 1 else f"Bucket({one.size})" for one in suggested)
-    print(f"\nBuckets(({shown},), budget={budget})")
+    multiple = f", multiple={args.multiple}" if args.multiple > 1 else ""
+    print(f"\nBuckets(({shown},), budget={budget}{multiple})")
     return 0
 
 
@@ -229,7 +241,7 @@ def _buckets(args: argparse.Namespace) -> Buckets:
 
     shapes = tuple(Bucket((height, width), *frames) for height, width, *frames in args.bucket)
     largest = max(h * w * (f or args.frames) for h, w, f in ((*b.size, b.frames) for b in shapes))
-    return Buckets(shapes, args.budget or args.batch * largest)
+    return Buckets(shapes, args.budget or args.batch * largest, multiple=args.multiple)
 
 
 def _count_by_bucket(dataset: Dataset, buckets: Buckets, args: argparse.Namespace) -> tuple[list[Population], int]:
@@ -276,7 +288,7 @@ def _no_batch_error(shaped: _InBuckets) -> UsageError:
 
     return UsageError(
         f"no bucket has enough clips for a whole batch: {list_small_buckets(shaped.small)}",
-        hint="lower --budget or --batch, use fewer buckets, or give the loader drop_last=False",
+        hint="lower --budget, --batch or --multiple, use fewer buckets, or give the loader drop_last=False",
     )
 
 

@@ -390,7 +390,13 @@ def _bucketed(
 
     (name,) = streams
     schedule = Bucketed.of(
-        sizes, populations[name], numbers, seed=sampling.seed, shuffle=sampling.shuffle, drop_last=sampling.drop_last
+        sizes,
+        populations[name],
+        numbers,
+        seed=sampling.seed,
+        shuffle=sampling.shuffle,
+        drop_last=sampling.drop_last,
+        names=buckets.names,
     )
     if sampling.drop_last:
         from headrace.loaders.sampling.never_delivered import small_buckets, warn_of_small_buckets

@@ -260,6 +260,10 @@ def test_buckets_go_by_the_driving_camera(make: Callable[..., Loader]) -> None:
 
 IMPOSSIBLE: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown field": ({"v": Video(like="front")}, "is like 'front', which is not a Video"),
+    "a mistyped field": (
+        {"front": Video(), "w": Video(like="front"), "v": Video(like="fornt")},
+        r"a Video or Image field \(did you mean front\?\) \(it may be like: 'front'\)",
+    ),
     "a chain": (
         {"a": Video(), "b": Video(like="a"), "c": Video(like="b")},
         "'c' is like 'b', which is itself like 'a'",

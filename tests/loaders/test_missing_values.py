@@ -99,8 +99,17 @@ MISNAMED: dict[str, tuple[Any, str, str]] = {
         ".json has no 'scores'",
         "the document has 'camera', 'captions'",
     ),
-    "a tensor": (Safetensors("safetensors", "nme"), ".safetensors has no tensor 'nme'", "it has 'emb'"),
+    "a tensor": (Safetensors("safetensors", "nme"), ".safetensors has no tensor 'nme'", "it has 'emb'; required=False"),
+    "a text for numbers": (Json("captions", dtype="float32"), "'captions' in .json is not a tensor", "of type str"),
+    "an object for a text": (Text(path="camera", required=False), "'camera' in .json is not a text", "of type dict"),
+    "a text for weights": (
+        Text(path="captions", choose="random", weights="captions"),
+        "'captions' in .json is not a list of numbers",
+        "not negative",
+    ),
 }
+OPTION_HELPS = ("a path of JSON", "a tensor of JSON", "a text of JSON", "a tensor")
+"""The cases in which `required=False` keeps the samples."""
 
 
 @pytest.mark.parametrize("on_error", ["replace", "skip"])
@@ -110,8 +119,10 @@ def test_a_name_that_no_sample_has_is_an_error_of_use(make: Callable[..., Loader
     loader = make({"label": Npy("class.npy"), "it": field}, name="all", on_error=on_error, max_bad_samples=3)
     with pytest.raises(UsageError) as caught:
         take(loader, 4)
-    for part in (missing, names, "field 'it'", "none has the value that a field names", "required=False"):
+    for part in (missing, names, "field 'it'", "none has a value that the field can use"):
         assert part in str(caught.value)
+    assert ("required=False keeps" in str(caught.value)) == (case in OPTION_HELPS)
+    assert "headrace verify" not in str(caught.value)
     assert not isinstance(caught.value, CorruptionError)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500

@@ -167,11 +167,11 @@ def test_wrong_credentials_are_a_clear_error_that_shows_none(clips: Path, s3_url
 
 def test_info_prints_the_statistics(dataset: Path) -> None:
     text = headrace("info", dataset).stdout.decode()
-    assert "samples       3, 1 with text" in text
-    assert "message       packed\n" in text
-    assert "video codecs  h264 (1), vp8 (1)" in text
-    assert "sizes         64x48 (2)" in text
-    assert "JSON fields   " in text
+    assert "samples                 3, 1 with text" in text
+    assert "message                 packed\n" in text
+    assert "video codecs            h264 (1), vp8 (1)" in text
+    assert "sizes (width x height)  64x48 (2)" in text
+    assert "JSON fields             " in text
     found = json.loads(headrace("info", dataset, "--json").stdout)
     assert (found["samples"], found["video_frames"], found["audio_codecs"]) == (3, 10, {"pcm_s16le": 1})
     assert found["seconds"] == pytest.approx(5 / 30 * 2 + 1, abs=0.01)
@@ -184,10 +184,14 @@ def test_info_says_where_a_version_comes_from(dataset: Path) -> None:
         saved = opened.where("has_video").save("pictures only")
         saved.tag("pictures")
     text = headrace("info", dataset, "--version", "pictures").stdout.decode()
-    for row in ("message       pictures only", "made from     ds version 1", "view          a saved view"):
+    for row in (
+        "message                 pictures only",
+        "made from               ds version 1",
+        "view                    a saved view",
+    ):
         assert f"{row}\n" in text
-    assert "where         has_video" in text
-    assert "tags          pictures" in text
+    assert "where                   has_video" in text
+    assert "tags                    pictures" in text
     found = json.loads(headrace("info", dataset, "--version", "2", "--json").stdout)
     assert (found["tags"], found["where"], found["trunk"]) == (["pictures"], ["has_video"], False)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from headrace.dataio import pack
-from headrace.dataio.core.errors import CorruptionError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import CorruptionError, MissingValueError, UnsupportedError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.media.messages import TEXT_BYTES
 from headrace.dataio.shards.media.text_members import text_of
@@ -100,7 +100,7 @@ def test_captions_of_another_type_are_damage(field: Text, captions: Any) -> None
 @pytest.mark.parametrize("captions", [None, "", " ", [], ["", " \n"]])
 @pytest.mark.parametrize("choose", ["first", "random"])
 def test_a_sample_whose_captions_are_empty_is_refused_unless_it_may_lack_one(choose: Any, captions: Any) -> None:
-    with pytest.raises(UnsupportedError, match=r"'captions' in \.json holds no text"):
+    with pytest.raises(MissingValueError, match=r"'captions' in \.json holds no text"):
         value(Text(path="captions", choose=choose), {"captions": captions})
     assert value(Text(path="captions", choose=choose, required=False), {"captions": captions}) is None
 

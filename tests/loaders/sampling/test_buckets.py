@@ -155,6 +155,7 @@ def test_impossible_buckets_are_refused() -> None:
     one = (Bucket((64, 64)),)
     for wrong in (
         lambda: Bucket((0, 64)),
+        lambda: Bucket((64, 64), 0),
         lambda: Bucket((64, MAX_SIDE + 1)),
         lambda: Buckets((), 100),
         lambda: Buckets(one * 2, 100),
@@ -165,6 +166,14 @@ def test_impossible_buckets_are_refused() -> None:
     ):
         with pytest.raises(UsageError):
             wrong()
+    with pytest.raises(UsageError, match="bucket 64x64 is given twice"):
+        Buckets((*one, Bucket((32, 64)), *one), 10**6)
+    with pytest.raises(UsageError, match=r"such as Bucket\(\(192, 336\)\)"):
+        Bucket(192, 336)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"\(Bucket\(\(256, 256\)\), "):
+        Buckets([(256, 256)], 10**6)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a whole batch: 0 has 3, and its global batch 15"):
+        bucketed(Buckets(one, 10**6), [Population(3)])
     with pytest.raises(UsageError, match="a clip costs 65536"):
         bucketed(Buckets(one, 65_535), [Population(100)])
 

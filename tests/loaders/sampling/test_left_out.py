@@ -150,3 +150,51 @@ def test_an_error_counts_the_samples_if_no_sample_has_all_files(dataset: Dataset
     few = dataset.where("key = '07' or key = '08'")
     with pytest.raises(UsageError, match=r"1 of 2 samples lack a caption, 1 of 2 samples lack \.t5\.safetensors"):
         Loader(few, 1, fields={"t5": EMBEDDING, "text": TEXT})
+
+
+def test_an_optional_file_that_no_sample_has_is_named_once_with_a_similar_one(
+    dataset: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    log._logged.clear()
+    fields: dict[str, Any] = {
+        "t5": Bytes("t5.safetensor", required=False),
+        "top": Video(file="cam1.mp4", required=False),
+    }
+    with caplog.at_level(logging.WARNING, logger="headrace"):
+        for _ in range(2):
+            Loader(dataset, 1, fields=fields, num_threads=1).close()
+        Loader(dataset, 1, fields={"t5": Bytes("t5.safetensors", required=False)}, num_threads=1).close()
+    camera, embedding = [record.message for record in caplog.records]
+    assert "has .t5.safetensor (did you mean .t5.safetensors?), so no batch has values for it" in embedding
+    assert "has .cam1.mp4, so no batch has values for it" in camera
+    assert "--group dot" in camera
+    assert "--group" not in embedding
+
+
+def test_an_error_names_a_similar_file_and_what_keeps_the_samples(dataset: Dataset) -> None:
+    fields: dict[str, Any] = {"t5": Bytes("t5.safetensor"), "text": Text(required=False), "all": Bytes("class.json")}
+    with pytest.raises(
+        UsageError, match=r"all of 't5', 'all': no sample has \.t5\.safetensor \(did you mean"
+    ) as caught:
+        Loader(dataset, 1, fields=fields)
+    assert "samples without .t5.safetensor: required=False keeps them" in str(caught.value)
+    with pytest.raises(UsageError, match="--group dot") as caught:
+        Loader(dataset, 1, fields={"top": Video(file="cam1.mp4")})
+    assert "Clip(frames=1)" not in str(caught.value)
+
+
+def test_audio_that_clips_lack_says_how_silent_clips_are_kept(tmp_path: Path) -> None:
+    make_clip(tmp_path, 0, seconds=1)
+    (tmp_path / "picture.png").write_bytes(picture("png", 64, 48))
+    with pack([tmp_path], tmp_path / "ds", workers=1) as packed:
+        fields: dict[str, Any] = {"video": Video(Clip(2), (16, 16)), "sound": Audio(0.5)}
+        with pytest.raises(UsageError, match=r"all of 'video', 'sound': no sample has sound") as caught:
+            Loader(packed, 1, fields=fields)
+        assert 'samples without sound: Audio(seconds=0.5, like="video") keeps them, silent' in str(caught.value)
+        assert "required=False" not in str(caught.value)
+        assert "Clip(frames=1)" in str(caught.value), "an image is left out"
+        with pytest.raises(UsageError) as caught:
+            Loader(packed, 1, fields={"sound": Audio(0.5)})
+        assert "like=" not in str(caught.value), "there is no clip to follow"
+        with Loader(packed, 1, fields=fields | {"sound": Audio(seconds=0.5, like="video")}, num_threads=1) as loader:
+            assert next(iter(loader))["sound.samples"].tolist() == [0]

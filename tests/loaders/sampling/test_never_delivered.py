@@ -124,6 +124,17 @@ def test_order_has_a_row_for_each_bucket_and_names_what_is_left_out(
     assert found["left_out"] == {"images": 4, "buckets": [{"bucket": 1, "name": "64x48", "clips": 2, "batch": 3}]}
 
 
+def test_order_rounds_the_batches_of_buckets_down_to_a_multiple(
+    mixed: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = ["--bucket", "48x64", "--bucket", "64x48", "--frames", "4", "--budget", str(3 * FRAMES * 48 * 64)]
+    assert main(["order", mixed.url, *shapes, "--multiple", "2"]) == 0
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines() if line.startswith(("48x64", "64x48"))]
+    assert rows == [["48x64", "5", "2"], ["64x48", "2", "2"]]
+    assert main(["order", mixed.url, *shapes, "--multiple", "4"]) == 2
+    assert "4 are needed" in capsys.readouterr().err
+
+
 def test_order_prints_its_table_before_the_error_of_buckets_that_fill_no_batch(
     mixed: Dataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,7 +152,7 @@ def test_order_prints_its_table_before_the_error_of_buckets_that_fill_no_batch(
     assert found["buckets"] == []
     assert [one["clips"] for one in found["left_out"]["buckets"]] == [5, 2]
     assert found["error"]["message"].startswith(problem)
-    with pytest.raises(UsageError, match=f"{problem} .*drop_last=False"):
+    with pytest.raises(UsageError, match=f"{problem}: 48x64 has 5, and .*drop_last=False"):
         VideoLoader(mixed, buckets=Buckets(SHAPES.buckets, budget=9 * FRAMES * 48 * 64), clip=Clip(FRAMES))
 
 
