@@ -513,9 +513,7 @@ def test_a_state_that_does_not_fit_is_told_how_a_part_of_it_is_restored(tmp_path
     assert into["a"].eq(1).all()
 
 
-def test_entries_that_only_one_side_has_are_logged_by_side(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_entries_that_only_one_side_has_are_logged_by_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_at(tmp_path) as checkpointer:
         saved = {"model": torch.ones(2), **{f"old{number}": torch.ones(1) for number in range(9)}}
         checkpointer.save(1, saved).result(60)

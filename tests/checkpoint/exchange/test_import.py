@@ -151,7 +151,7 @@ def test_names_entry_and_base(tmp_path: Path) -> None:
     report = import_checkpoint(tmp_path / "m.safetensors", tmp_path / "r", run="two", step=5, base="in")
     assert report.bytes_written == 0
     assert report.bytes_deduplicated > 800_000
-    with pytest.raises(NotFoundError, match="there is no such run at .*; there are: two, in"):
+    with pytest.raises(NotFoundError, match=r"there is no such run at .*; there are: two, in"):
         import_checkpoint(tmp_path / "m.safetensors", tmp_path / "r", run="three", base="twoo")
     with pytest.raises(NotFoundError, match="run two has no step 4"):
         import_checkpoint(tmp_path / "m.safetensors", tmp_path / "r", run="three", base=("two", 4))
@@ -277,7 +277,9 @@ class Evil:
 
 def test_pickled_code_is_named_and_does_not_run(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "evil": Evil()}, tmp_path / "m.pt")
-    with pytest.raises(UnsupportedError, match=r"m.pt needs the code posix.system: .*docs/howto/migrate/checkpoints.md"):
+    with pytest.raises(
+        UnsupportedError, match=r"m.pt needs the code posix.system: .*docs/howto/migrate/checkpoints.md"
+    ):
         imported(tmp_path / "m.pt", tmp_path / "r")
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(UnsupportedError, match=r"torch.nn.modules.linear.Linear"):
