@@ -30,8 +30,9 @@ Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 class Fit:
     """The plan of a restore, in this order: read `fresh`, run `checks`, load `own`, read `in_place`, run `late`.
 
-    `own` lists the objects that load their own state. `only_state` and `only_step` list the paths that only the state
-    and only the step have, where that is allowed. `in_place` holds each tensor with the description of it that the fit recorded.
+    - `own` lists the objects that load their own state.
+    - `only_state` and `only_step` list the paths that only the state and only the step have, where that is allowed.
+    - `in_place` holds each tensor with the description of it that the fit recorded.
     """
 
     problems: list[str] = field(default_factory=list)

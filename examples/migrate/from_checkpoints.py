@@ -6,10 +6,13 @@ Each file or folder whose name ends in a number is a step: `step_1000.pt`, `mode
 or a folder `step-1000/` of torch.distributed.checkpoint. They are imported in order, and chunks that did not change are
 stored once. Steps that the run has are left out, so the same command continues after an interruption.
 
-The script first prints which file becomes which step, and checks all files. A damaged file, and one that can run code when
-it is loaded, is refused. So is a name with several numbers, unless `--files` says where the step is:
-`--files 'step_{step}_loss*.pt'`. If one is refused, no step is imported, because an older step cannot be added to a run that
-has newer ones. With `--skip-refused`, the other steps are imported. `--dry-run` ends after the checks.
+The script first prints which file becomes which step, and checks all files. These are refused:
+
+- damaged files, and files that can run code when they are loaded
+- names with several numbers, unless `--files` says which is the step: `--files 'step_{step}_loss*.pt'`
+
+If one is refused, no step is imported, because an older step cannot be added to a run that has newer ones. With
+`--skip-refused`, the other steps are imported. `--dry-run` ends after the checks.
 """
 
 from __future__ import annotations

@@ -513,6 +513,14 @@ def test_a_state_that_does_not_fit_is_told_how_a_part_of_it_is_restored(tmp_path
     assert into["a"].eq(1).all()
 
 
+def test_a_mistyped_name_is_an_error_if_include_names_the_entry(tmp_path: Path) -> None:
+    with open_at(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": torch.nn.Linear(2, 2), "step": 1}).result(60)
+        state = {"modle": torch.nn.Linear(2, 2), "rng": 3}
+        with pytest.raises(MismatchError, match="model: in the checkpoint, but not in the state"):
+            checkpointer.restore(state, include=["model/*"])
+
+
 def test_entries_that_only_one_side_has_are_logged_by_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with open_at(tmp_path) as checkpointer:
         saved = {"model": torch.ones(2), **{f"old{number}": torch.ones(1) for number in range(9)}}
