@@ -11,7 +11,7 @@ import argparse
 import json
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     export = actions.add_parser("export", help="write a step as files of transformers, safetensors, DCP or torch")
     common(export)
     export.epilog = f"{export.epilog} · 6 no space"
-    export.add_argument("dest", metavar="DEST", help="the folder (hf, dcp) or file (safetensors, torch) to write")
+    export.add_argument("dest", metavar="DEST", help="the local folder (hf, dcp) or file (safetensors, torch) to write")
     export.add_argument("--step", default="latest", help="a number, latest (default), or tag:NAME")
     export.add_argument(
         "--format",
@@ -61,7 +61,7 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
     importing = actions.add_parser(
         "import", help="save a Hugging Face model, a torch file or a folder of DCP as a step"
     )
-    importing.add_argument("source", metavar="SRC", help="a file or folder; files that can run code are refused")
+    importing.add_argument("source", metavar="SRC", help="a local file or folder; files that can run code are refused")
     common(importing)
     importing.add_argument("--step", type=int, default=0, help="the number of the new step (default: 0)")
     importing.add_argument("--entry", default="model", help="the entry of the state for a model (default: model)")
@@ -101,11 +101,13 @@ def _export(store: Store, options: argparse.Namespace) -> int:
     if options.json:
         print_json(msgspec.to_builtins(report))
     else:
-        _print_export(report, time.monotonic() - began)
+        _print_export(report, options.exclude or (), time.monotonic() - began)
     return 0
 
 
-def _print_export(report: ExportReport, seconds: float) -> None:
+def _print_export(report: ExportReport, exclude: Sequence[str], seconds: float) -> None:
+    from headrace.checkpoint.state.fit import Selection
+
     files = counted(len(report.files), "file")
     print(
         f"step {report.step} of {report.run}: {counted(report.tensors, 'tensor')} in {files} of format {report.format}"
@@ -117,7 +119,10 @@ def _print_export(report: ExportReport, seconds: float) -> None:
     reason = "torch.load(weights_only=True) does not read them"
     if report.format in ("hf", "safetensors"):
         reason = "the format holds only tensors, and without --include only those of modules"
-    print_list(f"left out, because {reason}", report.left_out, 8)
+    selection = Selection.of(None, exclude, strict=True, cast=False)
+    excluded = {path for path in report.left_out if not selection.selects(path)}
+    print_list("left out by --exclude", sorted(excluded), 8)
+    print_list(f"left out, because {reason}", [path for path in report.left_out if path not in excluded], 8)
 
 
 def _import(store: Store, options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ def test_the_loader_and_the_checkpointer_warn_once_a_node(tmp_path: Path) -> Non
         "no sidecar answers on",  # the loader
         "no sidecar answers: saving inside this process",
         "run exp starts without a step",
-        "left as they are: new",
+        "left as they are: in the state, not in the step: new",
         "patterns without a match",
         "a state that does not fit was forced",
         "only rank 1 notices this",

@@ -36,6 +36,8 @@ from headrace.dataio.store.open import open_store
 
 FORMATS = ("safetensors", "hf", "dcp", "torch")
 _FORMATS_BY_SUFFIX = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
+_SUFFIX_OF_A_FILE = re.compile(r"\.[A-Za-z]\w{0,11}")
+"""A name such as `llama-3.1-8b` or `v1.5` has no such suffix, so it is that of a folder."""
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _CONVERTED = {"float64", "float32", "float16", "bfloat16"}
 _SHARD_BYTES = 5_000_000_000
@@ -105,7 +107,7 @@ def export(
         format (str | None): "hf" (a folder of weights for transformers, without config.json), "safetensors", "dcp"
             (torch.distributed.checkpoint) or "torch" (a file that `torch.load(weights_only=True)` reads). Default: None,
             which means "safetensors" if `dest` ends in `.safetensors`, "torch" if it ends in `.pt` or `.pth`, and "hf"
-            otherwise.
+            for a folder. Another suffix, such as `.bin`, is refused, unless the folder exists.
         include (str | Iterable[str] | None): Patterns of the entries to export, as for `restore`. Default: None. "hf"
             and "safetensors" then export the modules of the state, the other formats export everything.
         exclude (str | Iterable[str]): Patterns of entries to leave out. Default: none.
@@ -115,7 +117,7 @@ def export(
             that end in "." or "/", or patterns with `*`. Default: None.
         max_shard_size (int | str | None): The largest size of a safetensors file, in bytes or as text such as "5GB" or
             "512MiB". Default: None, which means 5 GB for "hf" and one file for "safetensors".
-        rank (int): The rank whose rank-local entries are exported. Default: 0.
+        rank (int): The rank whose rank-local entries are exported. The step must have it. Default: 0.
         overwrite (bool): Replace files that exist. Default: False.
         progress (Callable[[Progress], object] | None): Called with the bytes that are written. Default: None.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
@@ -157,7 +159,15 @@ def export(
 def _format_of(dest: str | os.PathLike[str]) -> str:
     """The format of an export by the name of its destination. A name that ends in a slash is that of a folder."""
     text = os.fspath(dest)
-    return "hf" if text.endswith("/") else _FORMATS_BY_SUFFIX.get(Path(text).suffix, "hf")
+    suffix = "" if text.endswith("/") else Path(text).suffix
+    if suffix in _FORMATS_BY_SUFFIX:
+        return _FORMATS_BY_SUFFIX[suffix]
+    if _SUFFIX_OF_A_FILE.fullmatch(suffix) and not os.path.isdir(text):
+        raise UsageError(
+            f"{text:.300} ends in {suffix}, which is no suffix of an export",
+            hint=f"name a file with {', '.join(_FORMATS_BY_SUFFIX)}, or choose a --format: hf and dcp write a folder",
+        )
+    return "hf"
 
 
 def _shard_size(given: object) -> int | None:
@@ -255,6 +265,9 @@ class _Plan:
 
 def _planned(step: Step, options: _Options, target: Target) -> _Plan:
     """The files to write."""
+    if options.rank >= (ranks := len(step.manifests)):
+        number = step.base.step
+        raise UsageError(f"step {number} has no rank {options.rank}", hint=f"its ranks are 0 to {ranks - 1}")
     found = entries.contents(step, options.rank)
     if options.format in ("hf", "safetensors"):
         return _plan_flat(found, options, target)

@@ -105,7 +105,7 @@ def import_checkpoint(
     become modules and dicts with `param_groups` become optimizers.
 
     Args:
-        source (str | os.PathLike[str]): The file or folder.
+        source (str | os.PathLike[str]): The file or folder, on a disk of this machine. URLs are refused.
         url (str | os.PathLike[str] | Store): The repository: a path, `s3://bucket/prefix`, or an open `Store`.
         run (str): The run's name.
         step (int): The number of the new step. It must be newer than all steps of the run. Default: 0.
@@ -125,8 +125,8 @@ def import_checkpoint(
         ImportReport: The step and its sizes.
 
     Raises:
-        NotFoundError: The source does not exist.
-        UsageError: The source is not recognised, or an argument is invalid.
+        NotFoundError: The source does not exist, or the repository does not have `base`.
+        UsageError: The source is a URL or is not recognised, or an argument is invalid.
         UnsupportedError: The source can run code when it is loaded.
         CorruptionError: The source is damaged or cut off.
         ConflictError: The run has this step or a newer one.
@@ -142,13 +142,14 @@ def import_checkpoint(
         0
     """
     _check(run, step, entry, compression, rename)
-    path, selection = Path(source), Selection.of((), exclude, strict=True, cast=False)
+    path, selection = _local(source), Selection.of((), exclude, strict=True, cast=False)
     with contextlib.ExitStack() as stack:
         with translate_os_errors(f"reading {path}"):
             found = sources.open_source(path, stack, selection)
         state = _state(found, entry, rename, selection)
         store = url if isinstance(url, Store) else stack.enter_context(open_store(url, storage_options=storage_options))
         _require_newest(store, run, step)
+        _require_base(store, base)
         flat = SavePlanner().known(flatten_state(state))
         prepared = SavePlanner().prepare(flat, Ranks(0, 1))
         with translate_os_errors(f"reading {path}"):
@@ -177,6 +178,14 @@ def _check(run: str, step: int, entry: str, compression: str, rename: Rename) ->
         raise UsageError(f"compression is {compression!r:.60}", hint=f"choose one of: {', '.join(COMPRESSIONS)}")
     if rename is not None and not callable(rename):
         entries.check_rules(rename)
+
+
+def _local(source: str | os.PathLike[str]) -> Path:
+    """The path of the source. A URL is refused: as a path it would only be a file that does not exist."""
+    text = os.fspath(source)
+    if "://" in text:
+        raise UsageError(f"{text:.300} is a URL: import reads local files", hint="copy it to a disk first")
+    return Path(text)
 
 
 def _state(found: Source, entry: str, rename: Rename, selection: Selection) -> dict[Any, Any]:
@@ -240,6 +249,15 @@ def _require_newest(store: Store, run: str, step: int) -> None:
             f"run {run} has step {latest.step}, so step {step} is not imported",
             hint="import into a run of its own, or give a newer step",
         )
+
+
+def _require_base(store: Store, base: str | tuple[str, int] | None) -> None:
+    """Raise `NotFoundError` for a base that does not exist. Without its chunks, all would be stored again."""
+    if base is None:
+        return
+    run, step = (base, "latest") if isinstance(base, str) else base
+    if repository.find(store, names.check_run(run), step) is None:
+        raise repository.missing(store, run)
 
 
 def _commit(

@@ -33,7 +33,13 @@ import torch
 from headrace.checkpoint.exchange import pickle_tuples
 from headrace.checkpoint.state.tensors import empty
 from headrace.checkpoint.state.tree import MAX_DEPTH, join
-from headrace.dataio.core.errors import CapacityError, CorruptionError, UnsupportedError, UsageError
+from headrace.dataio.core.errors import (
+    CapacityError,
+    CorruptionError,
+    HeadraceError,
+    UnsupportedError,
+    UsageError,
+)
 from headrace.dataio.core.limits import MIB
 
 _MAX_STRUCTURE = 256 * MIB
@@ -44,8 +50,11 @@ _HEADER_BYTES = 30
 _MAGIC = b"PK\x03\x04"
 _DAMAGED_HINT = "copy or download it again"
 _CODE_HINT = (
-    "load it where you trust its author, and save only tensors and plain values: torch.save(model.state_dict())"
+    "convert these values where you trust the author, and keep the rest, such as the optimizer: see"
+    ' "Files that are refused" in docs/howto/migrate/checkpoints.md'
 )
+_LEGACY_MAGIC = b"\x80"
+"""The first byte of a pickle, with which files of torch before 1.6 begin."""
 
 
 def is_zip(path: Path) -> bool:
@@ -115,8 +124,14 @@ def _records_of_part(label: str, archive: BinaryIO, size: int, limit: int | None
     return _records(label, archive, size, limit)
 
 
-def not_a_zip(path: Path) -> UnsupportedError:
-    """The error for a file of torch before 1.6, or of another program."""
+def not_a_zip(path: Path) -> HeadraceError:
+    """The error for a file that is empty, is of torch before 1.6, or is of another program."""
+    with open(path, "rb") as file:
+        start = file.read(len(_LEGACY_MAGIC))
+    if not start:
+        return CorruptionError(f"{path} is empty", hint=_DAMAGED_HINT)
+    if start != _LEGACY_MAGIC:
+        return UsageError(f"{path} is not a file of torch.save", hint="give a file that torch.save wrote")
     return UnsupportedError(
         f"{path} is not in the zip format that torch.save has written since torch 1.6",
         hint="load it where you trust its author, and write it again with torch.save",

@@ -37,6 +37,7 @@ from headrace.dataio.store.direct_io import REFUSALS
 WINDOW_BYTES = 32 * MIB
 _BUFFERS = 2
 _SUFFIX = ".partial"
+_OVERWRITE = "--overwrite, or overwrite=True in Python"
 JOURNAL = ".headrace-export"
 """The suffix, or in a folder the name, of the record of written windows. It exists until the export is complete."""
 
@@ -111,7 +112,7 @@ def _require_new(files: Sequence[OutputFile], target: Target, *, unfinished: boo
     if unfinished:
         raise UsageError(
             f"{target.path} holds an unfinished export of something else",
-            hint="repeat that export, remove its files, or overwrite them (--overwrite)",
+            hint=f"repeat that export, remove its files, or overwrite them: {_OVERWRITE}",
         )
     if target.is_folder:
         found = sorted(name for name in os.listdir(target.path) if name != JOURNAL)
@@ -120,7 +121,7 @@ def _require_new(files: Sequence[OutputFile], target: Target, *, unfinished: boo
     if found:
         raise UsageError(
             f"{target.path} exists already" + (f" and holds {found[0]!r}" if target.is_folder else ""),
-            hint="give another target, or overwrite it (--overwrite)",
+            hint=f"give another target, or overwrite it: {_OVERWRITE}",
         )
 
 

@@ -66,6 +66,7 @@ _PATTERN_HINT = (
     "`headrace ckpt show URL --run RUN --tensors` lists the tensors of a step. An optimizer or a loader is restored as "
     "a whole: name it, not a part of it. strict=False ignores these patterns"
 )
+_MAX_NAMED = 8
 _FORCE_HINT = "name an object whose load_state_dict has an argument force, such as a loader"
 
 
@@ -166,6 +167,17 @@ def apply(work: Fitted, ranks: Ranks, store: Store) -> None:
                 action()
 
 
+def _left_as_they_are(todo: Fit) -> str:
+    """Text that lists the entries that only one side has; "" if there are none. At most `_MAX_NAMED` of each side."""
+    sides = {"in the state, not in the step": todo.only_state, "in the step, not in the state": todo.only_step}
+    parts = []
+    for side, paths in sides.items():
+        more = f", and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else ""
+        if paths:
+            parts.append(f"{side}: {', '.join(paths[:_MAX_NAMED])}{more}")
+    return "; ".join(parts)
+
+
 def _described(pairs: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, LocalTensor]]:
     return [(name, tensor, tensors.describe(tensor, name)) for name, tensor in pairs]
 
@@ -224,8 +236,8 @@ class Restorer:
                 work = self._fit(state, sealed, reader, selection)
             apply(work, self._ranks, reader)
             log_sources(reader, found.base.step)
-        if work.todo.skipped:
-            warn_first(_log, "node", "step %d: left as they are: %s", found.base.step, ", ".join(work.todo.skipped[:8]))
+        if left := _left_as_they_are(work.todo):
+            warn_first(_log, "node", "step %d: left as they are: %s", found.base.step, left)
         return found
 
     def _finder(

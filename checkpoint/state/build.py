@@ -30,12 +30,14 @@ Saved = Mapping[str, tuple[str, tuple[int, ...]]]
 class Fit:
     """The plan of a restore, in this order: read `fresh`, run `checks`, load `own`, read `in_place`, run `late`.
 
-    `own` lists the objects that load their own state. `skipped` lists the paths that only one side has, where that is
-    allowed. `in_place` holds each tensor with the description of it that the fit recorded.
+    - `own` lists the objects that load their own state.
+    - `only_state` and `only_step` list the paths that only the state and only the step have, where that is allowed.
+    - `in_place` holds each tensor with the description of it that the fit recorded.
     """
 
     problems: list[str] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    only_state: list[str] = field(default_factory=list)
+    only_step: list[str] = field(default_factory=list)
     fresh: list[tuple[str, Any]] = field(default_factory=list)
     checks: list[Callable[[], object]] = field(default_factory=list)
     own: list[OwnState] = field(default_factory=list)

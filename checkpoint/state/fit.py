@@ -66,16 +66,16 @@ def fit(state: object, tree: object, saved: Saved, selection: Selection | None =
     else:
         fitter.report("", "the checkpoint does not hold a dict")
     if fitter.plan.problems:
-        raise _mismatch(fitter.plan.problems)
+        raise _mismatch(fitter.plan.problems, fitter.strict)
     return fitter.plan
 
 
-def _mismatch(problems: list[str]) -> MismatchError:
+def _mismatch(problems: list[str], strict: bool) -> MismatchError:
+    part = "restore a part of it: include=, exclude=, strict=False" if strict else "leave these entries out: exclude="
     more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""
     return MismatchError(
         "the checkpoint does not fit the state: " + "; ".join(problems[:_MAX_NAMED]) + more,
-        hint="the state is unchanged; build it as it was when it was saved, "
-        "or restore a part of it: include=, exclude=, strict=False",
+        hint=f"the state is unchanged; build it as it was when it was saved, or {part}",
     )
 
 
@@ -83,6 +83,7 @@ class _Fitter:
     def __init__(self, saved: Saved, selection: Selection) -> None:
         self.plan, self._selection = Fit(), selection
         self._build = Builder(saved, self.plan)
+        self.strict = self._selection.strict
 
     def report(self, path: str, problem: str) -> None:
         self.plan.problems.append(f"{path or 'the state'}: {problem}")
@@ -301,19 +302,19 @@ class _Fitter:
         return current
 
     def _common(self, current: dict[Any, Any], saved: dict[Any, Any], path: str) -> list[tuple[Any, Any]]:
-        self._missing((join(path, key) for key in current if key not in saved), "missing in the checkpoint")
-        self._missing(
-            (join(path, key) for key in saved if key not in current), "in the checkpoint, but not in the state"
-        )
+        only_state = (join(path, key) for key in current if key not in saved)
+        self._missing(only_state, "missing in the checkpoint", self.plan.only_state)
+        only_step = (join(path, key) for key in saved if key not in current)
+        self._missing(only_step, "in the checkpoint, but not in the state", self.plan.only_step)
         return [(key, value) for key, value in current.items() if key in saved]
 
-    def _missing(self, paths: Iterable[str], problem: str) -> None:
+    def _missing(self, paths: Iterable[str], problem: str, skipped: list[str]) -> None:
         for path in paths:
             if self._selection.selects(path):
                 if self._selection.strict:
                     self.report(path, problem)
                 else:
-                    self.plan.skipped.append(path)
+                    skipped.append(path)
 
     def _holds_tensors(self, value: object, depth: int = 0) -> bool:
         """Whether the container holds a tensor or a stateful object, and so must be restored in place."""

@@ -12,6 +12,7 @@ bucket by itself. For tars in a bucket, give the command with which it reads the
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ from tars import Sample, compare, print_skipped
 
 from headrace import Dataset, index
 from headrace.dataio.core.errors import ConflictError, HeadraceError, UsageError
+from headrace.dataio.shards.versions.mounting import how_to_open
 
 
 def check_readable(tars: str) -> None:
@@ -37,11 +39,37 @@ def check_readable(tars: str) -> None:
         )
 
 
-def samples_of(tars: str) -> Iterator[Sample]:
-    """The samples that webdataset reads from these tars, as bytes."""
-    source = wds.WebDataset(tars, shardshuffle=False, handler=wds.reraise_exception, empty_check=False)
-    for sample in source:
-        yield sample["__key__"], {ext: data for ext, data in sample.items() if not ext.startswith("__")}
+def prefixes_of(dataset: Dataset) -> list[str]:
+    """The paths of the tars without `.tar`, if they stand in front of the keys (`--keys shard`). The longest are first."""
+    paths = {re.sub(r"^mounts/[^/]+/|\.tar$", "", shard.key) for shard in dataset.document.shards}
+    first = next(iter(dataset.keys), "")
+    return sorted(paths, key=len, reverse=True) if any(first.startswith(f"{path}/") for path in paths) else []
+
+
+def samples_of(tars: str, dataset: Dataset, unreadable: list[str]) -> Iterator[Sample]:
+    """The samples that webdataset reads from these tars, as bytes.
+
+    Prints a line for each tar that it cannot read, and adds the tar to `unreadable`. The other tars are read.
+    """
+    prefixes = prefixes_of(dataset)
+    for url in wds.shardlists.expand_urls(tars):
+        prefix = next((f"{path}/" for path in prefixes if f"/{path}.tar" in f"/{url}".replace(" ", "/")), "")
+        source = wds.WebDataset([url], shardshuffle=False, handler=wds.reraise_exception, empty_check=False)
+        try:
+            for sample in source:
+                key = prefix + sample["__key__"].removeprefix("./")
+                yield key, {ext: data for ext, data in sample.items() if not ext.startswith("__")}
+        except Exception as error:  # webdataset raises many types
+            reason = getattr(error, "strerror", None) or next(iter(error.args), type(error).__name__)
+            print(f"{url} cannot be read by webdataset: {reason!s:.200}".replace("\n", " "), file=sys.stderr)
+            unreadable.append(url)
+
+
+def print_mounts(dataset: Dataset) -> None:
+    """Print where the tars are, and what a reader of the dataset must do to open them."""
+    for mount in dataset.document.mounts:
+        if instruction := how_to_open(dataset.store.location, mount):
+            print(f"shards stay in {mount.url}; to open them, {instruction}")
 
 
 def main() -> None:
@@ -64,7 +92,10 @@ def main() -> None:
     with dataset:
         print_skipped(dataset)
         print(f"version {dataset.version}: {len(dataset)} samples")
-        sys.exit(0 if compare(samples_of(args.read or args.tars), dataset) else 1)
+        print_mounts(dataset)
+        unreadable = list[str]()
+        equal = compare(samples_of(args.read or args.tars, dataset, unreadable), dataset)
+        sys.exit(0 if equal and not unreadable else 1)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,12 @@ from typing import IO, Any, NoReturn
 import numpy as np
 
 from headrace import Dataset, index, open_store
-from headrace.dataio.core.errors import CorruptionError, UsageError
+from headrace.dataio.core.errors import CorruptionError, HeadraceError, UsageError
+from headrace.dataio.shards.sample import Sample as DatasetSample
 from headrace.dataio.store.base import Store
 
 PIECE = 8 << 20
+MOST_PRINTED = 100
 Sample = tuple[str, Mapping[str, bytes]]
 """The key of a sample, and its files by extension."""
 
@@ -91,7 +93,8 @@ def tar_parts(samples: Iterable[Sample]) -> Iterator[bytes]:
 def compare(samples: Iterable[Sample], dataset: Dataset) -> bool:
     """Compare all bytes of the source with those of the dataset, and print the outcome.
 
-    Both must have the same order. Reading a file of the dataset also checks its digest.
+    Both must have the same order. Samples that only one side has are counted, and the others are compared. Reading a file
+    of the dataset also checks its digest.
 
     Args:
         samples (Iterable[Sample]): The samples of the source.
@@ -100,25 +103,72 @@ def compare(samples: Iterable[Sample], dataset: Dataset) -> bool:
     Returns:
         bool: Whether both have the same samples with the same files.
     """
-    found, equal, total, wrong = iter(dataset), 0, 0, list[str]()
-    candidate = next(found, None)
+    ours, equal, total, problems = _Position(dataset), 0, 0, _Problems()
     for key, files in samples:
-        if candidate is None or not f"/{candidate.key}".endswith(f"/{key.removeprefix('./')}"):
-            wrong.append(f"{key} is missing")
+        key = key.removeprefix("./")
+        if not ours.is_at(key) and not ours.is_later(key):
+            problems.add(f"{key} is missing")
             continue
-        stored = {member.ext: dataset.read(candidate, member.ext) for member in candidate.members}
+        while not ours.is_at(key):
+            problems.add(f"{ours.advance().key} is not in the source")
+        sample = ours.advance()
+        try:
+            stored = {member.ext: dataset.read(sample, member.ext) for member in sample.members}
+        except HeadraceError as error:
+            problems.add(f"{key} cannot be read: {error}")
+            continue
         if stored == dict(files):
             equal, total = equal + 1, total + sum(map(len, stored.values()))
         else:
-            wrong.append(f"{key} differs")
-        candidate = next(found, None)
-        del wrong[100:]
-    if candidate is not None:
-        wrong.append(f"{candidate.key} is not in the source")
-    print(f"{equal} samples with {total} bytes are equal; {len(wrong)} are not")
-    for line in wrong:
-        print(line, file=sys.stderr)
-    return not wrong
+            problems.add(f"{key} differs")
+    while ours.sample is not None:
+        problems.add(f"{ours.advance().key} is not in the source")
+    print(f"{equal} samples with {total} bytes are equal; {problems.count} are not")
+    problems.print()
+    return not problems.count
+
+
+class _Position:
+    """Walks through the samples of a dataset. `sample`: the next one; None at the end."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset, self._samples = dataset, iter(dataset)
+        self._numbers: dict[str, int] | None = None
+        self.sample = next(self._samples, None)
+
+    def is_at(self, key: str) -> bool:
+        """Whether the next sample has this key, perhaps with the name of its tar in front."""
+        return self.sample is not None and f"/{self.sample.key}".endswith(f"/{key}")
+
+    def is_later(self, key: str) -> bool:
+        """Whether a later sample has this key. Reads all keys in the first call."""
+        if self._numbers is None:
+            self._numbers = {key.removeprefix("./"): number for number, key in enumerate(self._dataset.keys)}
+        return self.sample is not None and self._numbers.get(key, -1) > self.sample.id
+
+    def advance(self) -> DatasetSample:
+        """The next sample. The one after it becomes the next."""
+        assert self.sample is not None
+        sample, self.sample = self.sample, next(self._samples, None)
+        return sample
+
+
+class _Problems:
+    """Counts problems, and keeps the first ones to print them."""
+
+    def __init__(self) -> None:
+        self.count, self._first = 0, list[str]()
+
+    def add(self, problem: str) -> None:
+        self.count += 1
+        if len(self._first) < MOST_PRINTED:
+            self._first.append(problem)
+
+    def print(self) -> None:
+        for line in self._first:
+            print(line, file=sys.stderr)
+        if self.count > len(self._first):
+            print(f"and {self.count - len(self._first)} more", file=sys.stderr)
 
 
 @contextmanager

@@ -508,7 +508,27 @@ def test_a_state_that_does_not_fit_is_told_how_a_part_of_it_is_restored(tmp_path
         with pytest.raises(MismatchError, match=r"b: in the checkpoint, but not in the state .*include=.*strict=False"):
             checkpointer.restore(into)
         assert checkpointer.restore(into, strict=False) == 1
+        with pytest.raises(MismatchError, match=r"shape \[2\] .*leave these entries out: exclude=\)"):
+            checkpointer.restore({"a": torch.zeros(3)}, strict=False)
     assert into["a"].eq(1).all()
+
+
+def test_a_mistyped_name_is_an_error_if_include_names_the_entry(tmp_path: Path) -> None:
+    with open_at(tmp_path) as checkpointer:
+        checkpointer.save(1, {"model": torch.nn.Linear(2, 2), "step": 1}).result(60)
+        state = {"modle": torch.nn.Linear(2, 2), "rng": 3}
+        with pytest.raises(MismatchError, match="model: in the checkpoint, but not in the state"):
+            checkpointer.restore(state, include=["model/*"])
+
+
+def test_entries_that_only_one_side_has_are_logged_by_side(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with open_at(tmp_path) as checkpointer:
+        saved = {"model": torch.ones(2), **{f"old{number}": torch.ones(1) for number in range(9)}}
+        checkpointer.save(1, saved).result(60)
+        checkpointer.restore({"modle": torch.zeros(2)}, strict=False)
+    (line,) = (record.getMessage() for record in caplog.records if "left as they are" in record.getMessage())
+    assert "in the state, not in the step: modle; in the step, not in the state: model, old0, " in line
+    assert line.endswith("old6, and 2 more")
 
 
 def test_bad_options_are_refused_at_once(tmp_path: Path) -> None:

@@ -357,9 +357,30 @@ def test_a_tar_with_another_number_of_samples_than_energon_counted_is_named(tmp_
 def test_tars_are_compared_with_what_webdataset_reads(tmp_path: Path, run: Run) -> None:
     tars = f"{copy_of('energon', tmp_path)}/shard_{{000..003}}.tar"
     output = run("from_webdataset.py", tars, tmp_path / "set")
-    assert output.startswith("version 1: 12 samples\n12 samples with ")
+    assert output.startswith("version 1: 12 samples\nshards stay in file://")
+    assert "pass trust_mounts=True (--trust-mounts on the command line)\n12 samples with " in output
     first = tars.replace("{000..003}", "{000..002}")
-    assert "000009 is not in the source" in run("from_webdataset.py", tars, tmp_path / "set", "--read", first, code=1)
+    output = run("from_webdataset.py", tars, tmp_path / "set", "--read", first, code=1)
+    assert "9 samples with" in output
+    assert "; 3 are not\n000009 is not in the source\n000010 is not" in output
+    output = run("from_webdataset.py", tars, tmp_path / "set", "--read", f"pipe:exit 3; cat {tars}", code=1)
+    assert output.count("cannot be read by webdataset") == 4
+    assert "0 samples with 0 bytes are equal; 12 are not" in output
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("keys", ["member", "shard"])
+def test_a_tar_that_is_missing_is_named_and_the_others_are_compared(tmp_path: Path, run: Run, keys: str) -> None:
+    source = copy_of("energon", tmp_path)
+    tars = f"{source}/shard_{{000..003}}.tar"
+    run("from_webdataset.py", tars, source, "--keys", keys)
+    (source / "shard_001.tar").unlink()
+    output = run("from_webdataset.py", tars, source, code=1)
+    assert "trust_mounts" not in output
+    assert f"{source}/shard_001.tar cannot be read by webdataset: No such file or directory\n" in output
+    assert "9 samples with" in output
+    assert "; 3 are not\n" in output
+    assert output.count("is not in the source\n") == 3
 
 
 def test_urls_that_webdataset_cannot_read_need_a_command(tmp_path: Path, run: Run) -> None:

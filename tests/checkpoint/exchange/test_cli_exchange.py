@@ -107,6 +107,16 @@ def test_an_export_without_a_format_takes_it_from_the_name(
     assert chosen.is_dir()
 
 
+def test_what_is_excluded_is_not_said_to_be_a_matter_of_the_format(
+    tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = said(capsys, "export", repository, tmp_path / "m", "--run", "exp", "--exclude", "model/bias")
+    excluded, other = out[out.index("left out by --exclude") :].split("left out, because the format holds only tensors")
+    assert "model/bias" in excluded
+    assert "epoch" in other
+    assert "model/bias" not in other
+
+
 def test_a_divided_safetensors_file_is_imported_by_the_name_it_was_exported_to(
     tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,13 +107,27 @@ def test_hf_divides_into_shards_with_an_index(saved: Saved, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "format"),
-    [("m.safetensors", "safetensors"), ("m.pt", "torch"), ("m.pth", "torch"), ("m.pt/", "hf"), ("m", "hf")],
+    [
+        ("m.safetensors", "safetensors"),
+        ("m.pt", "torch"),
+        ("m.pth", "torch"),
+        ("m.pt/", "hf"),
+        ("m", "hf"),
+        ("m-3.1-8b", "hf"),
+    ],
 )
 def test_an_export_without_a_format_takes_it_from_the_name(
     saved: Saved, tmp_path: Path, name: str, format: str
 ) -> None:
     report = export(saved[0], f"{tmp_path}/{name}", run="exp", include="scalar")
     assert (report.format, (tmp_path / name).is_dir()) == (format, format == "hf")
+
+
+def test_a_suffix_that_no_format_has_is_refused(saved: Saved, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"m.bin ends in .bin, .*name a file with .safetensors, .pt, .pth"):
+        export(saved[0], tmp_path / "m.bin", run="exp", include="scalar")
+    (tmp_path / "m.bin").mkdir()
+    assert export(saved[0], tmp_path / "m.bin", run="exp", include="scalar").format == "hf"
 
 
 @pytest.mark.parametrize("size", [4 * KIB, "4KiB", "4096"])
@@ -267,6 +281,7 @@ def test_rename_takes_prefixes_names_patterns_and_functions(saved: Saved, tmp_pa
         ({"format": "onnx"}, "choose one of: safetensors, hf, dcp, torch"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"rank": -1}, "rank -1 does not exist"),
+        ({"rank": 3}, "step 7 has no rank 3 .its ranks are 0 to 0"),
         ({"format": "torch", "max_shard_size": 5}, "it divides safetensors files only"),
         ({"format": "torch", "rename": {"model/": "epoch/"}}, "would both be called 'epoch'"),
         ({"format": "dcp", "rename": {"scalar": "model.mask"}}, "DCP would give two entries one name"),
@@ -321,7 +336,7 @@ def test_types_that_safetensors_lacks_are_refused_and_torch_keeps_them(tmp_path:
 
 def test_a_target_that_exists_is_kept_unless_it_is_to_be_overwritten(saved: Saved, tmp_path: Path) -> None:
     (tmp_path / "m.pt").write_text("precious")
-    with pytest.raises(UsageError, match=r"m.pt exists already .*--overwrite"):
+    with pytest.raises(UsageError, match=r"m.pt exists already .*--overwrite, or overwrite=True in Python"):
         run(saved, tmp_path / "m.pt", format="torch")
     assert (tmp_path / "m.pt").read_text() == "precious"
     run(saved, tmp_path / "m.pt", format="torch", overwrite=True)

@@ -25,6 +25,7 @@ from headrace.checkpoint.repository import check
 from headrace.dataio.core.errors import (
     ConflictError,
     CorruptionError,
+    HeadraceError,
     NotFoundError,
     UnsupportedError,
     UsageError,
@@ -150,6 +151,10 @@ def test_names_entry_and_base(tmp_path: Path) -> None:
     report = import_checkpoint(tmp_path / "m.safetensors", tmp_path / "r", run="two", step=5, base="in")
     assert report.bytes_written == 0
     assert report.bytes_deduplicated > 800_000
+    with pytest.raises(NotFoundError, match=r"there is no such run at .*; there are: two, in"):
+        import_checkpoint(tmp_path / "m.safetensors", tmp_path / "r", run="three", base="twoo")
+    with pytest.raises(NotFoundError, match="run two has no step 4"):
+        import_checkpoint(tmp_path / "m.safetensors", tmp_path / "r", run="three", base=("two", 4))
     with pytest.raises(UsageError, match=r"module.a and module.b would both be called 'x'"):
         imported(tmp_path / "m.safetensors", tmp_path / "r", step=1, rename=lambda name: "x")
     with pytest.raises(UsageError, match="rules without a match: 'q'"):
@@ -272,7 +277,9 @@ class Evil:
 
 def test_pickled_code_is_named_and_does_not_run(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "evil": Evil()}, tmp_path / "m.pt")
-    with pytest.raises(UnsupportedError, match=r"m.pt needs the code posix.system: files that can run code"):
+    with pytest.raises(
+        UnsupportedError, match=r"m.pt needs the code posix.system: .*docs/howto/migrate/checkpoints.md"
+    ):
         imported(tmp_path / "m.pt", tmp_path / "r")
     torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
     with pytest.raises(UnsupportedError, match=r"torch.nn.modules.linear.Linear"):
@@ -288,6 +295,10 @@ def test_torch_files_that_are_no_checkpoints_are_named(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     with pytest.raises(UnsupportedError, match="not in the zip format"):
         imported(tmp_path / "old.bin", tmp_path / "r")
+    for text, message in (("", "none.pt is empty"), ("no checkpoint", "none.pt is not a file of torch.save")):
+        (tmp_path / "none.pt").write_text(text)
+        with pytest.raises(HeadraceError, match=message):
+            imported(tmp_path / "none.pt", tmp_path / "r")
     torch.save({"a": torch.ones(1).expand(1 << 40)}, tmp_path / "big.pt")
     with pytest.raises(UnsupportedError, match="elements of the tensor 'a' share memory"):
         imported(tmp_path / "big.pt", tmp_path / "r")
@@ -442,6 +453,8 @@ def test_links_lead_into_the_folder_or_the_blobs_of_a_hub_cache(tmp_path: Path, 
 def test_sources_that_are_not_recognised_are_named(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="does not exist"):
         imported(tmp_path / "nothing", tmp_path / "r")
+    with pytest.raises(UsageError, match=r"s3://bucket/hf is a URL: import reads local files .copy it to a disk first"):
+        import_checkpoint("s3://bucket/hf", tmp_path / "r", run="in")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match=r"is not recognised: .*\(nothing\)"):
         imported(tmp_path / "empty", tmp_path / "r")
