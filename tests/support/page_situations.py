@@ -43,6 +43,7 @@ CHANGES = {
     "buckets": {
         "64 * 16": "8 * 16",
         "multiple=8": "multiple=1",
+        "--multiple 8": "--multiple 1",
         "67108864": "8388608",
         "32 * 512": "7 * 512",
         "(2, 5, 15), budget=600": "(2, 3), budget=6",
