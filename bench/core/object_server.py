@@ -19,12 +19,11 @@ import contextlib
 import os
 import re
 import secrets
-import sys
 import urllib.parse
 from pathlib import Path
 from xml.sax.saxutils import unescape
 
-from headrace.bench.core.range_server import CHUNK, HEAD_BYTES, Connection, RangeServer
+from headrace.bench.core.range_server import CHUNK, Connection, RangeServer, main
 
 PART_BYTES, PARTS = 8 << 20, 10_000
 """The size of a part, and the largest number of one."""
@@ -176,13 +175,6 @@ class _Request:
         )
 
 
-async def main() -> None:
-    server = ObjectServer(Path(sys.argv[1]), *map(float, sys.argv[2:4]))
-    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, limit=HEAD_BYTES, backlog=256)
-    print(listening.sockets[0].getsockname()[1], flush=True)
-    await listening.serve_forever()
-
-
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main())
+        asyncio.run(main(ObjectServer))

@@ -167,8 +167,9 @@ class RangeServer:
         await connection.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n{text}".encode())
 
 
-async def main() -> None:
-    server = RangeServer(Path(sys.argv[1]), *map(float, sys.argv[2:4]))
+async def main(kind: type[RangeServer]) -> None:
+    """Serve the folder that the command line names, with its delay and rate, and print the port."""
+    server = kind(Path(sys.argv[1]), *map(float, sys.argv[2:4]))
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, limit=HEAD_BYTES, backlog=256)
     print(listening.sockets[0].getsockname()[1], flush=True)
     await listening.serve_forever()
@@ -176,4 +177,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(main())
+        asyncio.run(main(RangeServer))

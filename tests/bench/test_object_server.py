@@ -19,7 +19,7 @@ from headrace.dataio.store.open import open_store
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     root = tmp_path_factory.mktemp("server")
     (root / "bench").mkdir()
-    (root.parent / "outside").write_text("nobody's")
+    (root.parent / "outside").write_text("not served")
     with server(root, writable=True) as made, environment_variables(made.environ):
         yield made
 
