@@ -14,6 +14,7 @@ continue. An interrupt ends the measurement. All earlier samples are in `samples
 from __future__ import annotations
 
 import compileall
+import contextlib
 import importlib
 import json
 import os
@@ -162,6 +163,15 @@ def cpu_seconds() -> float:
     """Return the CPU seconds of this process and its ended children."""
     uses = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(use.ru_utime + use.ru_stime for use in uses)
+
+
+def children_cpu_seconds() -> float:
+    """Return the CPU seconds of the child processes that are running. Processes that have ended are not counted."""
+    ticks = 0
+    for pid in children():
+        with contextlib.suppress(OSError):
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def memory_kib(name: str, pid: int | str = "self", file: str = "status") -> int:
