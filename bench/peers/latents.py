@@ -1,7 +1,8 @@
 """The samples of `headrace bench latents`, and other loaders that deliver them.
 
 A sample is a latent of 100 kB and an embedding of 10 kB, both .npy files, and a caption. The tars of `make` are read by
-Headrace, webdataset and Energon. The plain files are read by torch's DataLoader. litdata reads its own chunks.
+Headrace, webdataset and Energon. The plain files are read by torch's DataLoader. litdata and LanceDB read files of
+their own.
 
 Invariant: each candidate yields batches (latents, embeddings, captions). Each sample comes once in an epoch.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +61,30 @@ def to_litdata(folder: Path) -> None:
     keys = sorted(str(path).removesuffix(f".{CAPTION}") for path in (folder / "files").glob(f"*.{CAPTION}"))
     with atomic_folder(folder / "litdata") as target:
         write_litdata(_read, keys, target, "64MB")
+
+
+def to_lancedb(folder: Path) -> None:
+    """Write the samples into a table of LanceDB, whose arrays are lists of a fixed size."""
+    import pyarrow as pa
+
+    library: Any = importlib.import_module("lancedb")
+    sizes = {"latent": math.prod(SHAPES[LATENT]), "embedding": math.prod(SHAPES[EMBEDDING])}
+    types = {name: pa.list_(pa.float16(), size) for name, size in sizes.items()} | {"caption": pa.string()}
+    schema = pa.schema(list(types.items()))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        keys = sorted(str(path).removesuffix(f".{CAPTION}") for path in (folder / "files").glob(f"*.{CAPTION}"))
+        for first in range(0, len(keys), 256):
+            samples = [_read(key) for key in keys[first : first + 256]]
+            arrays = [
+                pa.FixedSizeListArray.from_arrays(np.concatenate([one[name].ravel() for one in samples]), size)
+                for name, size in sizes.items()
+            ]
+            captions = pa.array([one["caption"] for one in samples])
+            yield pa.RecordBatch.from_arrays([*arrays, captions], schema=schema)
+
+    with atomic_folder(folder / "lancedb") as target:
+        library.connect(str(target)).create_table("samples", batches(), schema=schema)
 
 
 def to_energon(folder: Path) -> None:
@@ -132,6 +158,29 @@ def litdata(folder: Path, epochs: int) -> Iterator[Batch]:
         yield from (Batch(**_named(batch)) for batch in loader)
 
 
+def lancedb(folder: Path, epochs: int) -> Iterator[Batch]:
+    """LanceDB's `StreamingDataset` in this process, with its own threads, as its documentation shows."""
+    library: Any = importlib.import_module("lancedb")
+    streaming: Any = importlib.import_module("lancedb.streaming")
+    table = library.connect(str(folder / "lancedb")).open_table("samples")
+
+    def rows(batch: Any) -> list[dict[str, Any]]:
+        """Make tensors of a batch of Arrow without a copy."""
+        latents, embeddings = (batch.column(name).flatten().to_numpy() for name in ("latent", "embedding"))
+        shaped = (
+            torch.from_numpy(latents).view(-1, *SHAPES[LATENT]),
+            torch.from_numpy(embeddings).view(-1, *SHAPES[EMBEDDING]),
+            batch.column("caption").to_pylist(),
+        )
+        return [dict(zip(("latent", "embedding", "caption"), row, strict=True)) for row in zip(*shaped, strict=True)]
+
+    for epoch in range(epochs):
+        dataset = streaming.StreamingDataset(
+            table, shuffle_seed=1, epoch=epoch, transform=rows, transform_parallelism=WORKERS
+        )
+        yield from (Batch(**_named(batch)) for batch in torch.utils.data.DataLoader(dataset, batch_size=BATCH))
+
+
 def energon(folder: Path, epochs: int) -> Iterator[Batch]:
     """Energon with a shuffle buffer."""
     library: Any = importlib.import_module("megatron.energon")
@@ -172,6 +221,7 @@ PEERS: Mapping[str, tuple[Epochs, str]] = {
     "webdataset, 2 workers": (webdataset, "webdataset"),
     "torch DataLoader over files, 2 workers": (torch_files, "torch"),
     "litdata, 2 workers": (litdata, "litdata"),
+    "lancedb, 2 threads": (lancedb, "lancedb"),
     "energon, 2 workers": (energon, "megatron.energon"),
 }
 """The other loaders, by name: the candidate, and the package that it needs."""

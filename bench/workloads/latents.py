@@ -71,7 +71,8 @@ def latents(job: Job, part: Part) -> None:
     missing = sorted({package for _, package in peers.PEERS.values() if not installed(package)})
     names = _names(job.args.only, missing)
     peers.make(job.scratch, job.args.samples, job.progress)
-    for start, convert in {"litdata": peers.to_litdata, "energon": peers.to_energon}.items():
+    converts = {"litdata": peers.to_litdata, "lancedb": peers.to_lancedb, "energon": peers.to_energon}
+    for start, convert in converts.items():
         if any(name.startswith(start) for name in names):
             convert(job.scratch)
     part.title = f"Latents: {job.args.samples} samples of 110 kB and a caption, shuffled, batches of {peers.BATCH}"
