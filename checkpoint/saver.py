@@ -139,7 +139,11 @@ class Saver:
             if not ticket.timeline:
                 return self._not_begun(step, ticket)
             try:
-                handle, copying = self._start(step, ticket, state, flat, extras, urgent, name)
+                handle, copying, commit_thread, undo = self._begin(step, ticket, state, flat, extras, urgent, name)
+                del flat  # PyTorch takes far longer to free many tensors while another thread runs Python
+                with undo:
+                    commit_thread.start()
+                    undo.pop_all()  # from now on the thread owns the arena and the copy
             except BaseException as error:
                 if name is not None:
                     name.withdraw(error)
@@ -260,7 +264,7 @@ class Saver:
 
     # the copy
 
-    def _start(
+    def _begin(
         self,
         step: int,
         ticket: Ticket,
@@ -269,7 +273,8 @@ class Saver:
         extras: Extras,
         urgent: bool,
         name: Name | None,
-    ) -> tuple[Handle, Copying | SlicedState]:
+    ) -> tuple[Handle, Copying | SlicedState, threading.Thread, contextlib.ExitStack]:
+        """Copy the state. Return its handle, the copy, the thread that commits it, and what undoes all that."""
         prepared = self._planner.prepare(flat, self._ranks)
         handle = Handle(step, ticket.attempt, local=ticket.local)
         handle.diverged = self._compare_replicas(step, prepared)
@@ -295,11 +300,10 @@ class Saver:
             save = replace(save, local=ticket.local, kept=handle.set_kept)
             kept = staging is self.staging and not isinstance(copying, SlicedState)
             copy = StagedCopy(ticket.attempt, prepared.tree, tuple(specs), layout) if kept else None
-            threading.Thread(
+            commit_thread = threading.Thread(
                 target=self._commit_staged, args=(save, handle, copying, copy, name), name=f"headrace-save-{step}"
-            ).start()
-            undo.pop_all()  # from now on the thread owns the arena and the copy
-        return handle, copying
+            )
+            return handle, copying, commit_thread, undo.pop_all()
 
     def _plan(self, step: int, ticket: Ticket, prepared: PreparedSave, extras: Extras) -> plan.PutPlan:
         location = self._store.location

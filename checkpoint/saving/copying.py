@@ -3,8 +3,9 @@
 A training step reads parameters in its forward and backward pass. It writes them, and the optimizer's own tensors,
 only in `optimizer.step()`. So lazy staging copies those tensors late, and `OptimizerGate` makes the optimizer wait,
 before its step, for the rest of the copy. Everything else (buffers, generators, counters, loader state) is copied
-before `save` returns. Threads copy main memory piece by piece. Copies from a CUDA device run on their own stream. A
-thread that waits for the copy also copies pieces.
+before `save` returns. So are small tensors in main memory, because preparing a late copy takes longer than the copy.
+Threads copy main memory piece by piece. Copies from a CUDA device run on their own stream. A thread that waits for the
+copy also copies pieces.
 Invariant: when `wait` has returned, the arena holds every tensor as it was when the copy began. A tensor is copied late
 only if it shares memory with a parameter or state tensor of a saved optimizer, or with a frozen parameter. PyTorch's
 version counters show whether the trainer wrote it during the copy.
@@ -35,13 +36,15 @@ from headrace.checkpoint.saving.copy_threads import LATE, PIECE, CopyPool
 from headrace.checkpoint.state.tensors import as_bits, has_plain_memory
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import DeadlineError, UsageError
-from headrace.dataio.core.limits import MIB
+from headrace.dataio.core.limits import KIB, MIB
 
 _mid_stage = declare("ckpt.mid-stage", "the state is partly copied; no object of the attempt is stored")
 
 _BATCH_BYTES, _BATCH_TENSORS = MIB, 4096
 """Small tensors are copied in batches of about this many bytes, or of this many tensors. A thread copies one batch.
 """
+LATE_BYTES = 16 * KIB
+"""Lazy staging copies smaller tensors of main memory at once."""
 _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
@@ -343,12 +346,13 @@ def _frozen_in(state: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def late_tensors(state: object, tensors: Sequence[torch.Tensor]) -> frozenset[int]:
-    """Indices of the `tensors` that only a step of the optimizers in `state` changes."""
+    """Indices of the `tensors` that may be copied late: large ones that only a step of the optimizers in `state` changes."""
     optimizers = list(optimizers_in(state))
-    if not optimizers:
+    large = [i for i, t in enumerate(tensors) if t.nbytes >= LATE_BYTES or not t.is_cpu] if optimizers else []
+    if not large:
         return frozenset()
     governed = _Governed(optimizers, state)
-    return frozenset(i for i, t in enumerate(tensors) if not t.is_inference() and governed.has(t))
+    return frozenset(i for i in large if not tensors[i].is_inference() and governed.has(tensors[i]))
 
 
 class _Governed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,7 @@ def test_a_lazy_save_copies_before_it_returns_only_what_no_optimizer_governs(
         inner(self, pool, arena, specs=specs, late=late, **given)
 
     monkeypatch.setattr(copying.Copying, "__init__", spy)
+    monkeypatch.setattr(copying, "LATE_BYTES", 0)
     gate.opened.set()
     with Checkpointer(str(tmp_path), run="exp", sidecar=None, staging="lazy") as checkpointer:
         checkpointer.save(1, training.state).result(60)
@@ -275,7 +277,8 @@ def test_a_save_that_cannot_begin_leaves_no_thread_at_work_on_the_state(
         assert not [thread for thread in threading.enumerate() if thread.name == "headrace-slices"]
 
 
-def test_all_memory_of_optimizers_and_frozen_parameters_is_copied_late() -> None:
+def test_all_memory_of_optimizers_and_frozen_parameters_is_copied_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "LATE_BYTES", 0)
     layer = torch.nn.Linear(8, 8)
     layer.bias.requires_grad_(False)
     optimizer = torch.optim.AdamW([layer.weight])
@@ -285,3 +288,38 @@ def test_all_memory_of_optimizers_and_frozen_parameters_is_copied_late() -> None
     tensors = [layer.weight.detach(), average, average.view(-1)[:2], layer.bias.detach(), torch.ones(8), torch.ones(0)]
     assert copying.late_tensors({"model": layer, "list": [optimizer]}, tensors) == {0, 1, 2, 3}
     assert copying.late_tensors({"model": layer}, tensors) == frozenset()
+
+
+def test_small_tensors_are_copied_before_a_lazy_save_returns() -> None:
+    small, large = torch.zeros(copying.LATE_BYTES // 4 - 1), torch.zeros(copying.LATE_BYTES // 4)
+    state = {"optimizer": torch.optim.SGD([small.requires_grad_(), large.requires_grad_()])}
+    assert copying.late_tensors(state, [small.detach(), large.detach()]) == {1}
+
+
+def test_the_state_is_released_before_the_thread_that_commits_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made:
+        """Makes a new tensor for each save, as modules do."""
+
+        made: weakref.ref[torch.Tensor] | None = None
+
+        def state_dict(self) -> dict[str, torch.Tensor]:
+            tensor = torch.ones(3)
+            self.made = weakref.ref(tensor)
+            return {"x": tensor}
+
+        def load_state_dict(self, state: object) -> None:
+            raise AssertionError("never called")
+
+    made, alive = Made(), list[bool]()
+    commit = Saver._commit_staged
+
+    def observed(self: Saver, *given: Any) -> None:
+        alive.append(made.made is not None and made.made() is not None)
+        commit(self, *given)
+
+    monkeypatch.setattr(Saver, "_commit_staged", observed)
+    with Checkpointer(str(tmp_path), run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, {"made": made}).result(60)
+    assert alive == [False]
