@@ -53,13 +53,14 @@ class Source:
     """What is imported. `state` is the nested state, or tensors by name if `is_flat`.
 
     `files`: open files by (device, inode). `format`: "safetensors", "hf", "torch" or "dcp". `joined`: reads the tensors
-    whose bytes are in several files.
+    whose bytes are in several files. `left_out`: entries that were excluded before they were read.
     """
 
     format: str
     state: dict[Any, Any]
     is_flat: bool
     joined: JoinedTensors | None = None
+    left_out: list[str] = field(default_factory=list)
     files: dict[tuple[int, int], int] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 

@@ -191,6 +191,57 @@ def test_the_names_in_an_error_about_patterns_are_bounded(tmp_path: Path) -> Non
     assert len(str(error.value)) < 1200
 
 
+def test_a_dry_run_lists_what_would_be_saved_and_stores_nothing(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+    safetensors.save_file(model.state_dict(), tmp_path / "m.safetensors")
+    options: dict[str, Any] = {"rename": {"weight": "kernel"}, "exclude": "bias", "entry": "net"}
+    plan = imported(tmp_path / "m.safetensors", tmp_path / "r", dry_run=True, **options)
+    assert not (tmp_path / "r").exists()
+    (kernel,) = plan.contents
+    assert (kernel.path, kernel.source, kernel.dtype, kernel.shape) == ("net/kernel", "weight", "bfloat16", [3, 4])
+    assert (plan.left_out, plan.values, plan.entries) == (["bias"], [], ["net"])
+    assert (plan.bytes_state, plan.bytes_written, plan.bytes_deduplicated) == (24, 0, 0)
+    report = imported(tmp_path / "m.safetensors", tmp_path / "r", **options)
+    assert report.bytes_written > 0
+    assert (report.contents, report.left_out, report.bytes_state) == (plan.contents, plan.left_out, 24)
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_a_dry_run_lists_the_tensors_and_values_of_a_nested_state_by_their_paths_in_the_step(
+    tmp_path: Path, format: str
+) -> None:
+    state = {"model": torch.nn.Linear(4, 3), "history": [torch.ones(2), 5], "epoch": 3, "note": "x"}
+    with Checkpointer(tmp_path / "a", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, state).result(60)
+    export(tmp_path / "a", tmp_path / "source", run="exp", format=format)
+    options: dict[str, Any] = {"exclude": ["note", "model/bias"], "rename": {"model/": "net/"}}
+    plan = imported(tmp_path / "source", tmp_path / "r", dry_run=True, **options)
+    assert {each.path: (each.source, each.dtype, each.shape) for each in plan.contents} == {
+        "net/weight": ("model/weight", "float32", [3, 4]),
+        "history/0": ("history/0", "float32", [2]),
+    }
+    assert plan.values == ["history/1", "epoch"]
+    assert sorted(plan.left_out) == ["model/bias", "note"]
+    imported(tmp_path / "source", tmp_path / "r", **options)
+    with read(tmp_path / "r", run="in") as saved:
+        assert set(saved) == {each.path for each in plan.contents} | set(plan.values)
+        for each in plan.contents:
+            assert (saved[each.path].dtype, [*saved[each.path].shape]) == (getattr(torch, each.dtype), each.shape)
+
+
+def test_a_dry_run_is_refused_where_the_import_would_be(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    imported(tmp_path / "m.pt", tmp_path / "r", step=5)
+    with pytest.raises(ConflictError, match="has step 5"):
+        imported(tmp_path / "m.pt", tmp_path / "r", step=5, dry_run=True)
+    with pytest.raises(NotFoundError, match="nothing"):
+        imported(tmp_path / "m.pt", tmp_path / "r", step=6, base="nothing", dry_run=True)
+    whole = (tmp_path / "m.pt").read_bytes()
+    (tmp_path / "m.pt").write_bytes(whole[:-50])
+    with pytest.raises(CorruptionError, match="cut off"):
+        imported(tmp_path / "m.pt", tmp_path / "r", step=6, dry_run=True)
+
+
 def test_an_import_never_hides_a_step(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     with Checkpointer(tmp_path / "r", run="in", sidecar=None) as checkpointer:
