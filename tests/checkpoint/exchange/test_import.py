@@ -477,6 +477,84 @@ def test_one_of_several_shards_is_refused_and_the_name_of_the_whole_is_their_ind
     assert imported(index, tmp_path / "r", step=1).tensors == 2
 
 
+def model_named(folder: Path, name: str, value: float, shards: str = "") -> None:
+    """Write a model whose tensors have this value: a file, or an index `name` with two shards named by a pattern."""
+    folder.mkdir(exist_ok=True)
+    names = [shards.format(number) for number in (1, 2)] if shards else [name]
+    for number, file in enumerate(names):
+        tensors = {f"w{number}": torch.full((2,), value)}
+        if file.endswith(".bin"):
+            torch.save(tensors, folder / file)
+        else:
+            safetensors.save_file(tensors, folder / file)
+    if shards:
+        (folder / name).write_text(json.dumps({"weight_map": {f"w{n}": file for n, file in enumerate(names)}}))
+
+
+VARIANTS = {  # names of transformers and diffusers: the default, or a variant
+    "model.safetensors": "",
+    "model.fp16.safetensors": "",
+    "model.safetensors.index.fp16.json": "model.fp16-0000{}-of-00002.safetensors",
+    "model.fp16.safetensors.index.json": "model.fp16-0000{}-of-00002.safetensors",
+    "pytorch_model.bin.index.fp16.json": "pytorch_model.fp16-0000{}-of-00002.bin",
+    "pytorch_model.fp16.bin": "",
+    "diffusion_pytorch_model.safetensors": "",
+    "diffusion_pytorch_model.fp16.safetensors": "",
+    "diffusion_pytorch_model.bin": "",
+    "diffusion_pytorch_model.safetensors.index.json": "diffusion_pytorch_model-0000{}-of-00002.safetensors",
+    "diffusion_pytorch_model.safetensors.index.fp16.json": "diffusion_pytorch_model-0000{}-of-00002.fp16.safetensors",
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_models_with_the_names_of_transformers_and_diffusers_are_found(tmp_path: Path, name: str) -> None:
+    shards = VARIANTS[name]
+    model_named(folder := tmp_path / "m", name, 1.0, shards)
+    (folder / "config.json").write_text("{}")
+    tensors = 2 if shards else 1
+    assert imported(folder, tmp_path / "r").tensors == tensors
+    assert imported(folder / name, tmp_path / "r", step=1).tensors == tensors
+    for shard in [shards.format(number) for number in (1, 2)] if shards else []:
+        with pytest.raises(UsageError, match=rf"is one of 2 files.*import .*/{name}, which names all of them"):
+            imported(folder / shard, tmp_path / "r", step=2)
+
+
+@pytest.mark.parametrize("default", ["model.safetensors", "diffusion_pytorch_model.safetensors"])
+@pytest.mark.parametrize("divided", ["default", "variant", "both", "none"])
+def test_of_several_models_in_a_folder_the_one_without_a_variant_is_imported(
+    tmp_path: Path, default: str, divided: str
+) -> None:
+    stem, folder = default.removesuffix(".safetensors"), tmp_path / "m"
+    for value, variant in ((1.0, ""), (2.0, ".fp16"), (3.0, ".bf16")):
+        if divided == "both" or divided == ("variant" if variant else "default"):
+            shards = f"{stem}{variant}-0000{{}}-of-00002.safetensors"
+            model_named(folder, f"{stem}.safetensors.index{variant}.json", value, shards)
+        else:
+            model_named(folder, f"{stem}{variant}.safetensors", value)
+    imported(folder, tmp_path / "r")
+    imported(
+        folder / f"{stem}.fp16.safetensors", tmp_path / "r", step=1
+    )  # stands for its index if there is no such file
+    for step, value in ((0, 1.0), (1, 2.0)):
+        with read(tmp_path / "r", run="in", step=step) as saved:
+            assert torch.equal(saved["model/w0"].read(), torch.full((2,), value))
+
+
+def test_variants_of_which_none_is_the_default_are_named(tmp_path: Path) -> None:
+    for variant in ("bf16", "fp16"):
+        shards = f"model.{variant}-0000{{}}-of-00002.safetensors"
+        model_named(tmp_path / "m", f"model.safetensors.index.{variant}.json", 1.0, shards)
+    names = r"model\.safetensors\.index\.bf16\.json, model\.safetensors\.index\.fp16\.json"
+    with pytest.raises(UsageError, match=rf"none of them has a default name: {names} .name the one to import"):
+        imported(tmp_path / "m", tmp_path / "r")
+
+
+def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
+    model_named(folder := tmp_path / "m", "index", 1.0, "model.fp16-0000{}-of-00002.safetensors")
+    with pytest.raises(UsageError, match=r"is one of 2 files.*and their index model\.safetensors\.index\.fp16\.json"):
+        imported(folder, tmp_path / "r")
+
+
 def test_a_folder_with_one_shard_of_several_is_refused(tmp_path: Path) -> None:
     (folder := tmp_path / "m").mkdir()
     safetensors.save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
@@ -511,8 +589,14 @@ def test_sources_that_are_not_recognised_are_named(tmp_path: Path) -> None:
         imported(tmp_path / "empty", tmp_path / "r")
     for name in ("a", "b"):
         safetensors.save_file({"a": torch.ones(2)}, tmp_path / "empty" / f"{name}.safetensors")
-    with pytest.raises(UsageError, match="is not recognised"):
+    with pytest.raises(
+        UsageError, match=r"has several models.* a\.safetensors, b\.safetensors .name the one to import"
+    ):
         imported(tmp_path / "empty", tmp_path / "r")
+    (tmp_path / "pipeline" / "unet").mkdir(parents=True)
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"is a pipeline of diffusers.*one by one, such as .*/unet"):
+        imported(tmp_path / "pipeline", tmp_path / "r")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="is not a regular file"):
         imported(tmp_path / "pipe", tmp_path / "r")
