@@ -26,6 +26,7 @@ from headrace.dataio.store.base import Store
 
 if TYPE_CHECKING:
     from headrace.checkpoint.exchange.exporting import ExportReport
+    from headrace.checkpoint.exchange.importing import ImportedTensor, ImportReport
     from headrace.checkpoint.exchange.writing import Progress
 
     Actions = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -69,6 +70,9 @@ def add(actions: Actions, common: Callable[[argparse.ArgumentParser], None]) -> 
         "--exclude", action="append", metavar="PATTERN", help="leave out entries that match; may be repeated"
     )
     importing.add_argument("--base", metavar="RUN", help="another run: chunks that it has are not stored again")
+    importing.add_argument(
+        "--dry-run", action="store_true", help="check the source, list what would be saved, and store nothing"
+    )
     for parser in (export, importing):
         parser.add_argument("--rename", metavar="FILE", help='JSON or TOML with new names: {"old.": "new."}')
 
@@ -139,16 +143,37 @@ def _import(store: Store, options: argparse.Namespace) -> int:
             base=options.base,
             rename=_rules(options.rename),
             exclude=options.exclude or (),
+            dry_run=options.dry_run,
             progress=progress,
         )
     if options.json:
         print_json(msgspec.to_builtins(report))
-        return 0
+    else:
+        _print_import(report, options, time.monotonic() - began)
+    return 0
+
+
+def _print_import(report: ImportReport, options: argparse.Namespace, seconds: float) -> None:
     entries = ", ".join(report.entries[:8]) + (", ..." if len(report.entries) > 8 else "")
     print(one_line(f"step {report.step} of {report.run}: {counted(report.tensors, 'tensor')} in the entries {entries}"))
+    if options.dry_run:
+        lines = [_described(tensor, options.entry) for tensor in report.contents]
+        print_list("tensors", lines, len(lines))
+        print_list("values", report.values, len(report.values))
+    print_list("tied names, which share the values of others", [f"{a} = {b}" for a, b in report.tied.items()], 8)
+    print_list("left out by --exclude", report.left_out, 8)
+    if options.dry_run:
+        print(f"nothing was stored; without --dry-run, {format_bytes(report.bytes_state)} are read")
+        return
     print(f"{format_bytes(report.bytes_written)} written, {format_bytes(report.bytes_deduplicated)} deduplicated")
-    print(f"read {byte_rate(report.bytes_state, time.monotonic() - began)}")
-    return 0
+    print(f"read {byte_rate(report.bytes_state, seconds)}")
+
+
+def _described(tensor: ImportedTensor, entry: str) -> str:
+    """A tensor of a dry run, with its name in the source if --rename changed it."""
+    is_renamed = tensor.source not in (tensor.path, tensor.path.removeprefix(f"{entry}/"))
+    renamed = f", named {tensor.source} in the source" if is_renamed else ""
+    return f"{tensor.path} {tensor.dtype} {tensor.shape}{renamed}"
 
 
 def _describe(done: Progress) -> str:

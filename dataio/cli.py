@@ -50,6 +50,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "remove": ("headrace.dataio.shards.cli_versions:remove", "make a version without some samples"),
         "merge": ("headrace.dataio.shards.cli_versions:merge", "make a version that also holds other datasets"),
+        "delete": ("headrace.dataio.shards.cli_versions:delete", "delete a dataset with all its versions"),
     },
     "find and repair damage": {
         "verify": (

@@ -217,6 +217,7 @@ def test_every_public_call_ends(prepared: str, dripping: FaultProxy, tmp_path: P
             ["tag", ours, "name"],
             ["filter", ours, "duration > 0"],
             ["remove", ours, "0", "--apply"],
+            ["delete", ours],
         ),
         *(["merge", ours, ours], ["diff", ours, "1"], ["export", ours, "0", str(tmp_path)], ["doctor", run]),
         *(["ckpt", name, run] for name in ("ls", "check", "gc", "tags")),

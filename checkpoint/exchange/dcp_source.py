@@ -49,13 +49,15 @@ Inside = Callable[[Path, str], Path]
 
 def load(
     folder: Path, inside: Inside, stack: contextlib.ExitStack, selection: Selection
-) -> tuple[dict[Any, Any], bool, JoinedTensors]:
-    """The state in a folder, whether all of it are tensors by name, and the reader of their bytes.
+) -> tuple[dict[Any, Any], bool, JoinedTensors, list[str]]:
+    """The state in a folder, whether all of it are tensors by name, the reader of their bytes, and what is excluded.
 
     `inside` returns the path of a file in the folder, or refuses it. The reader works until `stack` is closed.
     """
     files = OpenFiles(stack)
-    found = _chosen(_metadata(inside(folder, METADATA), files), selection)
+    everything = _metadata(inside(folder, METADATA), files)
+    found = _chosen(everything, selection)
+    excluded = {**everything.tensors, **everything.values}.keys() - {**found.tensors, **found.values}.keys()
     paths = {name: inside(folder, name) for name in sorted(_files(found))}
     reading = _Folder(folder, paths, files)
     if sum(map(_nbytes, found.tensors.values())) > MAX_SHARING * sum(map(files.size, paths.values())):
@@ -63,7 +65,8 @@ def load(
     joined = JoinedTensors({name: reading.tensor(name, tensor) for name, tensor in found.tensors.items()}, files)
     values = {name: reading.value(name, place) for name, place in found.values.items()}
     state = dcp_names.nested(dcp_names.Names({}, {**joined.tensors, **values}, found.paths))
-    return state, not values and state.keys() == joined.tensors.keys(), joined
+    is_flat = not values and state.keys() == joined.tensors.keys()
+    return state, is_flat, joined, sorted(_path(found, name) for name in excluded)
 
 
 def _metadata(path: Path, files: OpenFiles) -> Contents:
@@ -84,13 +87,17 @@ def _chosen(found: Contents, selection: Selection) -> Contents:
     """The contents without the entries that the caller excludes."""
 
     def is_chosen(name: str) -> bool:
-        return selection.selects(entries.join_all(found.paths.get(name, (name,))))
+        return selection.selects(_path(found, name))
 
     tensors = {name: tensor for name, tensor in found.tensors.items() if is_chosen(name)}
     values = {name: place for name, place in found.values.items() if is_chosen(name)}
     if not tensors and not values:
         raise UsageError("the folder holds no entries, or all of them are excluded", hint="check the patterns")
     return Contents(tensors, values, found.paths)
+
+
+def _path(found: Contents, name: str) -> str:
+    return entries.join_all(found.paths.get(name, (name,)))
 
 
 def _files(found: Contents) -> Iterator[str]:

@@ -201,12 +201,19 @@ def _apply(pattern: str, replacement: str, name: str) -> str | None:
     return "".join(part if i == 0 else next(texts) + part for i, part in enumerate(replacement.split("*")))
 
 
-def nested(chosen: Iterable[Leaf], rename: Rename) -> dict[Any, Any]:
-    """The leaves as nested dicts. `rename` gets paths with slashes."""
-    renaming, root = Renaming(rename), dict[Any, Any]()
+def new_places(chosen: Iterable[Leaf], rename: Rename) -> list[Keys]:
+    """The new keys of each leaf. `rename` gets paths with slashes."""
+    renaming = Renaming(rename)
+    places = [_keys(leaf, renaming.of(leaf.path)) for leaf in chosen]
+    renaming.require_used()
+    return places
+
+
+def nested(chosen: Iterable[Leaf], places: Iterable[Keys]) -> dict[Any, Any]:
+    """The leaves as nested dicts, each at its place."""
+    root = dict[Any, Any]()
     origins: dict[Keys, str] = {}
-    for leaf in chosen:
-        keys = _keys(leaf, renaming.of(leaf.path))
+    for leaf, keys in zip(chosen, places, strict=True):
         for length in range(1, len(keys) + 1):
             if keys[:length] in origins:
                 raise collision(origins[keys[:length]], leaf.path, join_all(keys[:length]))
@@ -218,7 +225,6 @@ def nested(chosen: Iterable[Leaf], rename: Rename) -> dict[Any, Any]:
             other = next(path for found, path in origins.items() if found[: len(keys)] == keys and found != keys)
             raise collision(other, leaf.path, join_all(keys))
         inside[keys[-1]] = leaf.node
-    renaming.require_used()
     return root
 
 
@@ -269,7 +275,7 @@ def flat(found: Contents, include: str | Iterable[str] | None, exclude: str | It
         chosen = [leaf for leaf in chosen if leaf.path.startswith(tuple(f"{module}/" for module in found.modules))]
     left_out = [leaf.path for leaf in chosen if not isinstance(leaf.node, (TensorRef, ViewRef))]
     if by_default:
-        left_out += _others(all_leaves, chosen)
+        left_out += others(all_leaves, chosen, exclude)
     refuse_composite(chosen)
     of_tensors = [leaf for leaf in chosen if isinstance(leaf.node, (TensorRef, ViewRef))]
     if not of_tensors:
@@ -277,11 +283,21 @@ def flat(found: Contents, include: str | Iterable[str] | None, exclude: str | It
     return _named(of_tensors, _common(of_tensors, found.modules), rename, left_out)
 
 
-def _others(all_leaves: Iterable[Leaf], chosen: Iterable[Leaf]) -> list[str]:
-    """The paths of entries that are not chosen. If nothing below an entry of the state is chosen, it is named alone."""
-    paths, tops = {leaf.path for leaf in chosen}, {leaf.keys[0] for leaf in chosen}
-    others = (leaf for leaf in all_leaves if leaf.path not in paths)
-    return list(dict.fromkeys(leaf.path if leaf.keys[0] in tops else join("", leaf.keys[0]) for leaf in others))
+def others(all_leaves: Iterable[Leaf], chosen: Iterable[Leaf], exclude: str | Iterable[str]) -> list[str]:
+    """The paths of entries that are not chosen.
+
+    If nothing below an entry of the state is chosen, it is named alone. This does not hold for leaves that `exclude`
+    matches if it does not match the entry itself.
+    """
+    paths, tops = {leaf.path for leaf in chosen}, {leaf.keys[:1] for leaf in chosen}
+    selection = Selection.of(None, exclude, strict=True, cast=False)
+
+    def shown(leaf: Leaf) -> str:
+        top = join_all(leaf.keys[:1])
+        is_alone = leaf.keys[:1] not in tops and (selection.selects(leaf.path) or not selection.selects(top))
+        return top if is_alone else leaf.path
+
+    return list(dict.fromkeys(shown(leaf) for leaf in all_leaves if leaf.path not in paths))
 
 
 def refuse_composite(chosen: Iterable[Leaf]) -> None:

@@ -51,7 +51,8 @@ class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
     - `files`: the paths of all files; `bytes`: the sum of their sizes.
     - `bytes_written`: the bytes that this call wrote. It is less if an interrupted export was continued.
     - `tensors`: the number of tensors. `tied`: the names that are left out, with the name that has their values.
-    - `left_out`: the paths of values that the format does not hold.
+    - `left_out`: the paths of entries that are not exported: those that `exclude` matches, and those that the format does
+      not hold. Entries that `include` does not match are not listed.
     """
 
     run: str
@@ -320,10 +321,11 @@ def _check_view(node: ViewRef, dtype: str, shape: tuple[int, ...]) -> None:
 
 def _plan_nested(found: Contents, options: _Options) -> _Plan:
     """The files of the formats that hold nested dicts, tensors and values."""
-    chosen = entries.selected(entries.leaves(found.root, lists=False), options.include, options.exclude)
+    all_leaves = list(entries.leaves(found.root, lists=False))
+    chosen = entries.selected(all_leaves, options.include, options.exclude)
     entries.refuse_composite(chosen)
     build = _Build(found, options.dtype)
-    state, left_out = {}, []
+    left_out = entries.others(all_leaves, chosen, options.exclude) if options.include is None else []
     kept = []
     for leaf in chosen:
         value = build.value(leaf.node, leaf.path)
@@ -331,7 +333,7 @@ def _plan_nested(found: Contents, options: _Options) -> _Plan:
             kept.append(entries.Leaf(leaf.path, leaf.keys, value))
         else:
             left_out.append(leaf.path)
-    state = entries.nested(kept, options.rename)
+    state = entries.nested(kept, entries.new_places(kept, options.rename))
     if options.format == "dcp":
         return _Plan(dcp_format.output_files(state), build.tensors, {}, left_out)
     return _Plan([OutputFile("", torch_format.parts(state), checksums=True)], build.tensors, {}, left_out)

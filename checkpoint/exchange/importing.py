@@ -13,7 +13,7 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from headrace.checkpoint.exchange import entries, sources
-from headrace.checkpoint.exchange.entries import Leaf, Rename
+from headrace.checkpoint.exchange.entries import Keys, Leaf, Rename
 from headrace.checkpoint.exchange.file_slices import AddressReader, FileSlices, MappedFiles
 from headrace.checkpoint.exchange.sources import Source
 from headrace.checkpoint.exchange.writing import Progress, Report
@@ -37,6 +37,7 @@ from headrace.checkpoint.saving.plan import Event, PlanLocation, PutPlan
 from headrace.checkpoint.saving.slices import LEAST_BYTES
 from headrace.checkpoint.state.fit import Selection
 from headrace.checkpoint.state.save_plan import PreparedSave, SavePlanner, flatten_state
+from headrace.checkpoint.state.tensors import name_of
 from headrace.dataio.core.errors import ConflictError, TransientError, UsageError, translate_os_errors
 from headrace.dataio.store.base import Store
 from headrace.dataio.store.open import open_store
@@ -44,12 +45,28 @@ from headrace.dataio.store.open import open_store
 _MOST_NAMED = 8
 
 
+class ImportedTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor of the source.
+
+    - `path`: where it is in the step, such as "model/head.weight". `source`: its name in the source, which the patterns
+      of `exclude` match.
+    - `dtype`: such as "bfloat16". `shape`: the sizes of its dimensions.
+    """
+
+    path: str
+    source: str
+    dtype: str
+    shape: list[int]
+
+
 class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `import_checkpoint` saved.
+    """What `import_checkpoint` saved, or would save.
 
     - `format`: the format of the source: "safetensors", "hf", "torch" or "dcp".
-    - `bytes_state`, `bytes_written`, `bytes_deduplicated`: as in `SaveResult`.
-    - `entries`: the names of the entries of the step. `tied`: names that share the values of another name.
+    - `tensors`: the number of different tensors. `contents`: all names of tensors, also the tied ones.
+    - `bytes_state`, `bytes_written`, `bytes_deduplicated`: as in `SaveResult`. With `dry_run`, the last two are 0.
+    - `entries`: the names of the entries of the step. `values`: the paths of what is not a tensor.
+    - `tied`: names that share the values of another name. `left_out`: names in the source that are excluded.
     """
 
     run: str
@@ -61,6 +78,9 @@ class ImportReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_deduplicated: int
     entries: list[str]
     tied: dict[str, str]
+    contents: list[ImportedTensor]
+    values: list[str]
+    left_out: list[str]
 
 
 class _Module(torch.nn.Module):
@@ -95,6 +115,7 @@ def import_checkpoint(
     rename: Rename = None,
     exclude: str | Iterable[str] = (),
     compression: str = "none",
+    dry_run: bool = False,
     progress: Report | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ImportReport:
@@ -118,11 +139,13 @@ def import_checkpoint(
             source. For tensors without a structure, a pattern with a slash may also have `entry` in front: "head.*" and
             "model/head.*" are the same. Default: none. A pattern without a match is an error.
         compression (str): "none", "zstd", "auto" or "delta", as for `Checkpointer`. Default: "none".
+        dry_run (bool): Check the source and the arguments, and store nothing. The report lists what would be saved. The
+            names, types and shapes of the tensors are read, and not their elements. Default: False.
         progress (Callable[[Progress], object] | None): Called with the bytes that are stored. Default: None.
         storage_options (Mapping[str, Any] | None): Options of the store, as for `open_store`. Default: None.
 
     Returns:
-        ImportReport: The step and its sizes.
+        ImportReport: The step, its sizes, and the name, type and shape of each tensor.
 
     Raises:
         NotFoundError: The source does not exist, or the repository does not have `base`.
@@ -136,6 +159,9 @@ def import_checkpoint(
         >>> from headrace.checkpoint import Checkpointer, import_checkpoint
         >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(2, 2)
         >>> torch.save(model.state_dict(), f"{folder}/model.pt")
+        >>> plan = import_checkpoint(f"{folder}/model.pt", f"{folder}/repository", run="start", dry_run=True)
+        >>> [(each.path, each.dtype, each.shape) for each in plan.contents]
+        [('model/weight', 'float32', [2, 2]), ('model/bias', 'float32', [2])]
         >>> report = import_checkpoint(f"{folder}/model.pt", f"{folder}/repository", run="start")
         >>> with Checkpointer(f"{folder}/repository", run="start", sidecar=None) as checkpointer:
         ...     checkpointer.restore({"model": model})
@@ -146,26 +172,32 @@ def import_checkpoint(
     with contextlib.ExitStack() as stack:
         with translate_os_errors(f"reading {path}"):
             found = sources.open_source(path, stack, selection)
-        state = _state(found, entry, rename, selection)
+        planned = _planned(found, entry, rename, selection)
         store = url if isinstance(url, Store) else stack.enter_context(open_store(url, storage_options=storage_options))
         _require_newest(store, run, step)
         _require_base(store, base)
-        flat = SavePlanner().known(flatten_state(state))
+        flat = SavePlanner().known(flatten_state(planned.state))
         prepared = SavePlanner().prepare(flat, Ranks(0, 1))
-        with translate_os_errors(f"reading {path}"):
-            lineage = Lineage(store, run, base)
-            stack.callback(lineage.close)
-            readers: list[AddressReader] = [MappedFiles(found.files), *([found.joined] if found.joined else [])]
-            result = _commit(store, lineage, run, step, prepared, readers, compression, _emitter(path.name, progress))
-    sizes = {key: msgspec.convert(result[key], int) for key in ("bytes_state", "bytes_written", "bytes_deduplicated")}
+        result: dict[str, object] = {"bytes_state": sum(spec.nbytes for spec in prepared.specs)}
+        if not dry_run:
+            with translate_os_errors(f"reading {path}"):
+                lineage = Lineage(store, run, base)
+                stack.callback(lineage.close)
+                readers: list[AddressReader] = [MappedFiles(found.files), *([found.joined] if found.joined else [])]
+                emit = _emitter(path.name, progress)
+                result = _commit(store, lineage, run, step, prepared, readers, compression, emit)
+    sizes = ("bytes_state", "bytes_written", "bytes_deduplicated")
     return ImportReport(
         run=run,
         step=step,
         format=found.format,
         tensors=len({spec.name for spec in prepared.specs}),
-        entries=[str(key) for key in state],
+        entries=[str(key) for key in planned.state],
         tied=found.tied,
-        **sizes,
+        contents=planned.contents,
+        values=planned.values,
+        left_out=planned.left_out,
+        **{size: msgspec.convert(result.get(size, 0), int) for size in sizes},
     )
 
 
@@ -188,17 +220,49 @@ def _local(source: str | os.PathLike[str]) -> Path:
     return Path(text)
 
 
-def _state(found: Source, entry: str, rename: Rename, selection: Selection) -> dict[Any, Any]:
-    """The state to save."""
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """The state to save, and what the report says about it."""
+
+    state: dict[Any, Any]
+    contents: list[ImportedTensor]
+    values: list[str]
+    left_out: list[str]
+
+
+def _planned(found: Source, entry: str, rename: Rename, selection: Selection) -> _Planned:
+    """The state to save. Its leaves are those of the source that are not excluded, with their new names."""
     tensors = found.state | {name: found.state[kept] for name, kept in found.tied.items()}
-    chosen = _chosen(found, list(entries.leaves(tensors, lists=False)), entry, selection)
+    all_leaves = list(entries.leaves(tensors, lists=False))
+    chosen = _chosen(found, all_leaves, entry, selection)
     if not chosen:
         raise UsageError("all entries are excluded", hint="exclude fewer of them")
+    places = _flat_places(chosen, entry, rename) if found.is_flat else entries.new_places(chosen, rename)
     if found.is_flat:
-        return {entry: _Module(_renamed({leaf.keys[0]: leaf.node for leaf in chosen}, rename))}
-    if rename is not None or selection.exclude:
-        tensors = entries.nested(chosen, rename)
-    return {key: _typed(value) for key, value in tensors.items()}
+        state = {entry: _Module({keys[1]: leaf.node for leaf, keys in zip(chosen, places, strict=True)})}
+    else:
+        tensors = entries.nested(chosen, places) if rename is not None or selection.exclude else tensors
+        state = {key: _typed(value) for key, value in tensors.items()}
+    kept = {leaf.path for leaf in chosen}
+    left_out = found.left_out + [leaf.path for leaf in all_leaves if leaf.path not in kept]
+    return _Planned(state, *_described(chosen, places), left_out)
+
+
+def _described(chosen: Iterable[Leaf], places: Iterable[Keys]) -> tuple[list[ImportedTensor], list[str]]:
+    """The tensors that are imported, and the paths of the other values. A list with tensors is described entry by entry."""
+    tensors, values = list[ImportedTensor](), list[str]()
+    for leaf, keys in zip(chosen, places, strict=True):
+        inside = list(entries.leaves(leaf.node, lists=True))
+        if not any(isinstance(each.node, torch.Tensor) for each in inside):
+            inside = [Leaf("", (), leaf.node)]
+        for each in inside:
+            path, source = (entries.join_all((*place, *each.keys)) for place in (keys, leaf.keys))
+            if isinstance(each.node, torch.Tensor):
+                dtype, shape = name_of(each.node.dtype), list(each.node.shape)
+                tensors.append(ImportedTensor(path=path, source=source, dtype=dtype, shape=shape))
+            else:
+                values.append(path)
+    return tensors, values
 
 
 def _chosen(found: Source, all_leaves: list[Leaf], entry: str, selection: Selection) -> list[Leaf]:
@@ -217,15 +281,16 @@ def _chosen(found: Source, all_leaves: list[Leaf], entry: str, selection: Select
     return chosen
 
 
-def _renamed(tensors: dict[str, Any], rename: Rename) -> dict[str, Any]:
+def _flat_places(chosen: Sequence[Leaf], entry: str, rename: Rename) -> list[Keys]:
+    """The keys of tensors by name: the entry and the new name."""
     renaming = entries.Renaming(rename)
-    new = {name: renaming.of(name) for name in tensors}
+    names = [renaming.of(leaf.keys[0]) for leaf in chosen]
     renaming.require_used()
-    for name, count in Counter(new.values()).items():
+    for name, count in Counter(names).items():
         if count > 1:
-            one, other = [old for old, each in new.items() if each == name][:2]
+            one, other = [leaf.keys[0] for leaf, new in zip(chosen, names, strict=True) if new == name][:2]
             raise entries.collision(one, other, name)
-    return {new[name]: tensor for name, tensor in tensors.items()}
+    return [(entry, name) for name in names]
 
 
 def _typed(value: Any) -> Any:

@@ -3,6 +3,8 @@
 - a safetensors file, or a folder with one, or with shards and their index (`model.safetensors.index.json`)
 - a file of `torch.save`, or a folder with `pytorch_model.bin`, or with shards of it and their index
 - an index itself, or the name that the file would have if it were not divided into shards
+- the same with the names of diffusers (`diffusion_pytorch_model.safetensors`) and of variants (`model.fp16.safetensors`,
+  `model.safetensors.index.fp16.json`). In a folder with several, the one without a variant is meant.
 - a folder of torch.distributed.checkpoint (`dcp_source`), or of its writer of safetensors (`hf_shards`)
 
 A tensor of a `Source` is a view of a mapped file, or stands for chunks in several files. It is not read through the
@@ -44,8 +46,12 @@ from headrace.dataio.core.limits import MIB
 
 _MAX_INDEX = 64 * MIB
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_INDEX_OF_BINS = ".bin.index.json"
-_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<suffix>\.safetensors|\.bin)")
+_INDEX = re.compile(r".+\.(?P<kind>safetensors|bin)\.index(\.[^.]+)?\.json")
+_SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<variant>\.[^.]+)?\.(?P<kind>safetensors|bin)")
+"""The variant follows the number in files of older releases of diffusers, and the stem in all others."""
+_BIN = re.compile(r"(diffusion_)?pytorch_model(\.[^.]+)?\.bin")
+_OF_PIPELINE = "model_index.json"
+_MOST_NAMED = 8
 
 
 @dataclass
@@ -53,13 +59,14 @@ class Source:
     """What is imported. `state` is the nested state, or tensors by name if `is_flat`.
 
     `files`: open files by (device, inode). `format`: "safetensors", "hf", "torch" or "dcp". `joined`: reads the tensors
-    whose bytes are in several files.
+    whose bytes are in several files. `left_out`: entries that were excluded before they were read.
     """
 
     format: str
     state: dict[Any, Any]
     is_flat: bool
     joined: JoinedTensors | None = None
+    left_out: list[str] = field(default_factory=list)
     files: dict[tuple[int, int], int] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
@@ -77,10 +84,8 @@ def open_source(path: Path, stack: contextlib.ExitStack, selection: Selection) -
         return _of_folder(path, files, stack=stack)
     if not path.is_file():
         raise UsageError(f"{path} is not a regular file", hint="give a file or a folder")
-    if path.name.endswith(INDEX_SUFFIX):
+    if _INDEX.fullmatch(path.name):
         return _of_folder(path.parent, files, path.name, stack=stack)
-    if path.name.endswith(_INDEX_OF_BINS):
-        return _of_bins(path.parent, path.name, files)
     _refuse_shard(path.parent, path.name)
     if torch_source.is_zip(path):
         return _of_torch(path, files)
@@ -93,10 +98,16 @@ def _index_of_missing(path: Path) -> Path:
     """The path, or the index of its shards if there are only these. So the name of an export is that of an import."""
     if path.exists():
         return path
-    index = path.with_name(f"{path.name}.index.json")
-    if index.name.endswith((INDEX_SUFFIX, _INDEX_OF_BINS)) and index.exists():
-        return index
+    for name in _index_names(path.stem, path.suffix.removeprefix(".")):
+        if _INDEX.fullmatch(name) and (path.parent / name).exists():
+            return path.parent / name
     raise NotFoundError(f"{path} does not exist", hint="check the path; a model of a hub must be downloaded first")
+
+
+def _index_names(stem: str, kind: str) -> list[str]:
+    """The names that the index of the model STEM.KIND may have. A stem such as "model.fp16" ends in a variant."""
+    base, _, variant = stem.rpartition(".")
+    return [f"{stem}.{kind}.index.json", *([f"{base}.{kind}.index.{variant}.json"] if base else [])]
 
 
 def _refuse_shard(folder: Path, name: str) -> None:
@@ -104,10 +115,10 @@ def _refuse_shard(folder: Path, name: str) -> None:
     shard = _SHARD.fullmatch(name)
     if shard is None or int(shard["count"]) < 2 or hf_shards.NAME.fullmatch(name):
         return
-    index = f"{shard['stem']}{shard['suffix']}.index.json"
-    hint = f"import {folder / index}, which names all of them"
-    if not (folder / index).exists():
-        hint = f"copy or download all of them, and their index {index}"
+    indexes = _index_names(shard["stem"] + (shard["variant"] or ""), shard["kind"])
+    hint = f"copy or download all of them, and their index {indexes[-1]}"
+    if present := [name for name in indexes if (folder / name).exists()]:
+        hint = f"import {folder / present[0]}, which names all of them"
     problem = f"{folder / name} is one of {int(shard['count'])} files, and has only a part of the tensors"
     raise UsageError(problem, hint=hint)
 
@@ -136,28 +147,58 @@ def _of_folder(folder: Path, files: _Files, index: str = "", *, stack: contextli
     if shards and not index and not any(name.endswith(INDEX_SUFFIX) for name in names):
         joined = hf_shards.load([_inside(folder, name) for name in shards], stack)
         return Source("hf", dict(joined.tensors), True, joined)
-    index = index or _one(names, "model.safetensors") or _one(names, INDEX_SUFFIX) or _one(names, ".safetensors")
-    if index.endswith(INDEX_SUFFIX):
-        return _of_safetensors("hf", *_indexed(folder, index, files))
-    if index:
-        _refuse_shard(folder, index)
-        return _of_safetensors("hf", [_inside(folder, index)], files)
-    if "pytorch_model.bin.index.json" in names:
-        return _of_bins(folder, "pytorch_model.bin.index.json", files)
-    if "pytorch_model.bin" in names:
-        return _of_torch(_inside(folder, "pytorch_model.bin"), files)
-    found = ", ".join(names[:8]) or "nothing"
-    raise UsageError(
-        f"{folder} is not recognised: it has no single safetensors index or file, and no pytorch_model.bin ({found})",
+    chosen = index or _model_in(folder, names)
+    is_index = _INDEX.fullmatch(chosen)
+    if is_index and is_index["kind"] == "bin":
+        return _of_bins(folder, chosen, files)
+    if is_index:
+        return _of_safetensors("hf", *_indexed(folder, chosen, files))
+    _refuse_shard(folder, chosen)
+    if chosen.endswith(".bin"):
+        return _of_torch(_inside(folder, chosen), files)
+    return _of_safetensors("hf", [_inside(folder, chosen)], files)
+
+
+def _model_in(folder: Path, names: list[str]) -> str:
+    """The file or index in a folder that is imported: one with a default name, or the only one of its kind."""
+    stems = ("model", "diffusion_pytorch_model")
+    defaults = [f"{stem}.safetensors{end}" for stem in stems for end in ("", ".index.json")]
+    defaults_of_bins = [
+        f"{prefix}pytorch_model.bin{end}" for prefix in ("", "diffusion_") for end in (".index.json", "")
+    ]
+    indexes = {name: found["kind"] for name in names if (found := _INDEX.fullmatch(name))}
+    models = [
+        [name for name, kind in indexes.items() if kind == "safetensors"],
+        [name for name in names if name.endswith(".safetensors")],
+        [name for name, kind in indexes.items() if kind == "bin"],
+        [name for name in names if _BIN.fullmatch(name)],
+    ]
+    safetensors, bins = models[:2], models[2:]
+    for named, kinds in ((defaults, safetensors), (defaults_of_bins, bins)):
+        if present := [name for name in named if name in names]:
+            return present[0]
+        if single := [found[0] for found in kinds if len(found) == 1]:
+            return single[0]
+    raise _unclear(folder, names, [name for found in models for name in found if not _SHARD.fullmatch(name)])
+
+
+def _unclear(folder: Path, names: list[str], models: list[str]) -> UsageError:
+    """The error for a folder without a model, or with several."""
+    for name in [] if models else names:
+        _refuse_shard(folder, name)
+    if models:
+        problem = f"{folder} has several models, and none of them has a default name: {', '.join(models[:_MOST_NAMED])}"
+        return UsageError(problem, hint=f"name the one to import, such as {folder / models[0]}")
+    if _OF_PIPELINE in names:
+        return UsageError(
+            f"{folder} is a pipeline of diffusers, which has a folder for each model",
+            hint=f"import its models one by one, such as {folder / 'unet'}",
+        )
+    found = ", ".join(names[:_MOST_NAMED]) or "nothing"
+    return UsageError(
+        f"{folder} is not recognised: it has no safetensors file or index, and no pytorch_model.bin ({found})",
         hint="give the file itself, or the folder of one model",
     )
-
-
-def _one(names: list[str], suffix: str) -> str:
-    """The name that is `suffix`, else the only one that ends in it; "" if there is none."""
-    found = [name for name in names if name.endswith(suffix)]
-    default = suffix if suffix in names else f"model{suffix}"
-    return default if default in names else found[0] if len(found) == 1 else ""
 
 
 def _inside(folder: Path, name: str) -> Path:

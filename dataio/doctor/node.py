@@ -27,6 +27,8 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 _CGROUP_DEPTH = 32
 _MOUNTS = 16
 """How many network mounts are reported at most."""
+_OF_VAST = ("remoteports", "spread_reads", "spread_writes")
+"""Mount options of VAST's own client. Its manual gives them for NFS 3."""
 
 
 def memory(machine: Machine) -> Finding:
@@ -216,8 +218,13 @@ def _judge_mount(place: str, options: set[str]) -> Finding:
         return Finding(
             name, "note", f"{place} is mounted with {slow}", "remove it: Headrace does not need it, and it is slow"
         )
-    if "vers=3" in options:
-        return Finding(name, "note", f"{place} uses NFS 3", "mount it with vers=4.1 or newer, if the server can")
+    if "vers=3" in options and not any(option.startswith(_OF_VAST) for option in options):
+        return Finding(
+            name,
+            "note",
+            f"{place} uses NFS 3: the server keeps the locks of a node that died until the node starts again",
+            "mount it with vers=4.1 or newer if the server can: files that killed writers left are then removed sooner",
+        )
     return Finding(name, "ok", place)
 
 

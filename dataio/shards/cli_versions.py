@@ -1,6 +1,6 @@
-"""The commands about versions: `headrace log`, `tag`, `diff`, `filter`, `remove` and `merge`.
+"""The commands about versions: `headrace log`, `tag`, `diff`, `filter`, `remove`, `merge` and `delete`.
 
-Invariants: standard output holds only results. `remove` makes no version without `--apply`.
+Invariants: standard output holds only results. Without `--apply`, `remove` makes no version and `delete` deletes nothing.
 Failure behaviour: errors are raised for `headrace.dataio.cli` to report. `diff` returns 1 if the versions differ.
 """
 
@@ -24,6 +24,7 @@ from headrace.dataio.core.cli import (
     positive_int,
     print_json,
     print_json_line,
+    print_list,
     trust_mounts,
     version,
     version_or_tag,
@@ -219,6 +220,40 @@ def merge(args: Namespace) -> int:
         opened = stack.enter_context(Dataset(args.dataset, trust_mounts=args.trust_mounts))
         others = [stack.enter_context(Dataset(o, trust_mounts=args.trust_mounts)) for o in args.others]
         _print_new_version(opened.merge(*others, message=args.message), args.json, before=opened)
+    return 0
+
+
+@command(
+    "delete",
+    "Delete a dataset: all versions and tags, and the shards and indexes that only they name. This cannot be undone.\n"
+    "Media that were indexed in place stay. First stop the jobs that read or write the dataset: they do not announce\n"
+    "themselves. Datasets that were merged with this one need its shards, and cannot be read afterwards.\n"
+    "Without --apply, print what would be deleted, and change nothing.",
+    dataset(),
+    apply_option("delete it"),
+    json_option(),
+)
+def delete(args: Namespace) -> int:
+    """`headrace delete DATASET`"""
+    from headrace.dataio.shards import deletion
+    from headrace.dataio.store.open import open_store
+
+    with open_store(args.dataset) as store:
+        found = deletion.plan(store)
+        if args.apply:
+            found.apply()
+        url = store.location.url
+    if args.json:
+        listed = {"left": found.left, "mounts": found.mounts, "applied": args.apply}
+        print_json({"url": url, "versions": found.versions, "objects": found.objects, "bytes": found.bytes, **listed})
+        return 0
+    done = "deleted" if args.apply else "would be deleted"
+    print(one_line(f"{url}: {counted(len(found.versions), 'version')}"))
+    print(f"{counted(found.objects, 'object')} with {limits.format_bytes(found.bytes)} {done}")
+    print_list("media that stay where they are", found.mounts)
+    print_list("objects that stay, because no version names them", found.left)
+    if not args.apply:
+        print("nothing was changed; --apply deletes them, after you have stopped the jobs that use the dataset")
     return 0
 
 

@@ -18,7 +18,6 @@ If one is refused, no step is imported, because an older step cannot be added to
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fnmatch
 import glob
 import re
@@ -35,10 +34,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from headrace import read
 from headrace.checkpoint import import_checkpoint
-from headrace.checkpoint.exchange.sources import open_source
-from headrace.checkpoint.state.fit import Selection
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, NotFoundError, UnsupportedError, UsageError
-from headrace.dataio.core.limits import counted
 
 SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".safetensors"}
 STEP = "{step}"
@@ -133,23 +129,22 @@ def code_of(path: Path) -> list[str]:
         return []
 
 
-def problem_of(path: Path) -> str:
+def problem_of(path: Path, url: str, run: str, step: int) -> str:
     """Why a checkpoint cannot be imported; "" if it can. Reads its structure, and not its tensors."""
     if code := code_of(path):
         return f"it can run code when it is loaded ({', '.join(code)})"
     try:
-        with contextlib.ExitStack() as stack:
-            open_source(path, stack, Selection())
-    except (HeadraceError, OSError) as error:
+        import_checkpoint(path, url, run=run, step=step, dry_run=True)
+    except HeadraceError as error:
         return str(error)
     return ""
 
 
-def refused(steps: dict[int, Path]) -> list[int]:
+def refused(steps: dict[int, Path], url: str, run: str) -> list[int]:
     """Print a line for each checkpoint that cannot be imported, and return their steps."""
     found = list[int]()
     for step, path in steps.items():
-        if problem := problem_of(path):
+        if problem := problem_of(path, url, run, step):
             print(f"{path.name} is refused: {problem}", file=sys.stderr)
             found.append(step)
     return found
@@ -171,7 +166,7 @@ def require_known_steps(ambiguous: list[Path], skip: bool) -> None:
 
 def print_plan(steps: dict[int, Path], run: str) -> None:
     """Print which checkpoint becomes which step."""
-    print(f"{counted(len(steps), 'step')} for the run {run}:")
+    print(f"{len(steps)} {'step' if len(steps) == 1 else 'steps'} for the run {run}:")
     for step, path in steps.items():
         print(f"  {path.name} -> step {step}", flush=True)
 
@@ -289,7 +284,8 @@ def main() -> None:
         sys.exit(f"{args.folder} has no file or folder {' '.join(patterns)} whose name ends in the number of a step")
     print_plan(steps, args.run)
     newest = has_step(args.repository, args.run, "latest")
-    unsafe = refused({step: path for step, path in steps.items() if step > newest})
+    new = {step: path for step, path in steps.items() if step > newest}
+    unsafe = refused(new, args.repository, args.run)
     if unsafe and not args.skip_refused:
         sys.exit(
             "nothing was imported: convert these files, or copy damaged ones again, or leave them out with"

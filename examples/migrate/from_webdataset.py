@@ -21,7 +21,6 @@ from tars import Sample, compare, print_skipped
 
 from headrace import Dataset, index
 from headrace.dataio.core.errors import ConflictError, HeadraceError, UsageError
-from headrace.dataio.shards.versions.mounting import how_to_open
 
 
 def check_readable(tars: str) -> None:
@@ -67,9 +66,13 @@ def samples_of(tars: str, dataset: Dataset, unreadable: list[str]) -> Iterator[S
 
 def print_mounts(dataset: Dataset) -> None:
     """Print where the tars are, and what a reader of the dataset must do to open them."""
+    needed = ""
+    try:
+        Dataset(dataset.url).close()
+    except HeadraceError as error:
+        needed = f"; to open them, {error.hint}"
     for mount in dataset.document.mounts:
-        if instruction := how_to_open(dataset.store.location, mount):
-            print(f"shards stay in {mount.url}; to open them, {instruction}")
+        print(f"shards stay in {mount.url}{needed}")
 
 
 def main() -> None:

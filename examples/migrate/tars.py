@@ -22,7 +22,6 @@ import numpy as np
 
 from headrace import Dataset, index, open_store
 from headrace.dataio.core.errors import CorruptionError, HeadraceError, UsageError
-from headrace.dataio.shards.sample import Sample as DatasetSample
 from headrace.dataio.store.base import Store
 
 PIECE = 8 << 20
@@ -146,7 +145,7 @@ class _Position:
             self._numbers = {key.removeprefix("./"): number for number, key in enumerate(self._dataset.keys)}
         return self.sample is not None and self._numbers.get(key, -1) > self.sample.id
 
-    def advance(self) -> DatasetSample:
+    def advance(self) -> Any:
         """The next sample. The one after it becomes the next."""
         assert self.sample is not None
         sample, self.sample = self.sample, next(self._samples, None)

@@ -196,12 +196,20 @@ class FieldBatch(Batch):
         if collation == "list":
             self._entries[name] = values
         elif first is None:
-            self._entries[name] = None
+            self._collect_nothing(name, collation, len(values))
         elif callable(collation):
             self._entries[name] = collation(values)
         else:
             join = {"pad": self._pad, "concat": self._concat}[collation]
             join(name, self._as_tensors(name, values))
+
+    def _collect_nothing(self, name: str, collation: Collate, count: int) -> None:
+        """Make the entry of a batch in which no sample has the value, so that its shape is not known."""
+        self._entries[name] = None
+        if collation == "pad":
+            self._entries[f"{name}.lengths"] = torch.zeros(count, dtype=torch.int64)
+        elif collation == "concat":
+            self._entries[f"{name}.offsets"] = torch.zeros(count + 1, dtype=torch.int64)
 
     def _as_tensors(self, name: str, values: Sequence[Any]) -> list[torch.Tensor]:
         """The values as tensors that differ only in their length. A value that a sample lacks has length 0."""

@@ -21,6 +21,7 @@ from headrace.loaders.sampling.columns import F64, HasValue, bucket_numbers, sma
 from headrace.loaders.sampling.permutation import I64
 from headrace.loaders.sampling.plan import Bucketing, Stream
 from headrace.loaders.sampling.sample_ids import BucketNumbers, SampleIds, Small
+from headrace.loaders.validation import checked
 
 if TYPE_CHECKING:
     from headrace.loaders.sampling.buckets import Durations
@@ -70,6 +71,7 @@ class Audio:
     jitter: float = 0.0
 
     def __post_init__(self) -> None:
+        checked("Audio's like", self.like, str | None, "the name of a field")
         spec = self.spec()
         if self.like is not None and (self.start, self.per_sample, self.jitter) != ("random", 1, 0.0):
             raise UsageError(

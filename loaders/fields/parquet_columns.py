@@ -8,8 +8,8 @@ Invariants:
   memory is bounded by `TABLE_BYTES`, whatever the footer claims.
 - A column has numbers, or lists of numbers of one length. Nulls and all other types are refused.
 
-Failure behaviour: `CorruptionError` for damaged bytes and for nulls, `UnsupportedError` for other types and for files
-above a limit.
+Failure behaviour: `CorruptionError` for damaged bytes and for nulls, `MissingValueError` for columns that are missing or
+have no numbers, `UnsupportedError` for lists of different lengths and for files above a limit.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class ColumnReader:
         """Return columns by name: (rows, ...).
 
         Raises:
-            MissingValueError: the file lacks a column.
+            MissingValueError: the file lacks a column, or a column has no numbers.
             CorruptionError: the file is damaged, has several columns of a name, or a column has nulls.
-            UnsupportedError: a column has no numbers or lists of different lengths, or the columns are too large.
+            UnsupportedError: a column has lists of different lengths, or the columns are too large.
         """
         from headrace.dataio.shards.index import arrow
 
@@ -81,7 +81,9 @@ class ColumnReader:
                     raise MissingValueError(f"{what} has no column {name!r:.80}", hint=f"it has {listed(known.names)}")
                 if known.get_field_index(name) < 0:
                     raise CorruptionError(f"{what} has several columns {name!r:.80}")
-                _check_type(known.field(name).type, reader.metadata.num_rows, f"{what} has a column {name!r:.80}")
+                if _dtype(_innermost(known.field(name).type)) is None:
+                    raise _not_numbers(known, name, what)
+                _check_size(known.field(name).type, reader.metadata.num_rows, f"{what} has a column {name!r:.80}")
                 if below := [other for other in known.names if other.startswith(f"{name}.")]:
                     raise UnsupportedError(
                         f"{what} has the columns {name!r:.80} and {below[0]!r:.80}", hint="rename one"
@@ -114,8 +116,27 @@ def _check_footer(data: memoryview, what: str) -> None:
         )
 
 
-def _check_type(kind: Any, rows: int, what: str) -> None:
-    """Raise `UnsupportedError` if a column has no numbers, or has lists that would take too much memory.
+def _innermost(kind: Any) -> Any:
+    """The type of the items of a column, or of its lists."""
+    import pyarrow as pa
+
+    while pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return kind
+
+
+def _not_numbers(schema: Any, name: str, what: str) -> MissingValueError:
+    """The error for a column without numbers. It names the columns that have numbers."""
+    kind = _innermost(schema.field(name).type)
+    numbers = [field.name for field in schema if _dtype(_innermost(field.type)) is not None]
+    hint = f"its columns of numbers are {listed(numbers)}" if numbers else "it has no columns of numbers"
+    if str(kind) in ("string", "large_string", "string_view"):
+        hint += "; the fields Text and Json read texts, from a .txt or .json file of the sample"
+    return MissingValueError(f"{what} has a column {name!r:.80} of {kind!s:.80}, which are not numbers", hint=hint)
+
+
+def _check_size(kind: Any, rows: int, what: str) -> None:
+    """Raise `UnsupportedError` if a column has lists that would take too much memory.
 
     Arrow stores a null in place of a list of a fixed size as so many numbers.
     """
@@ -125,8 +146,6 @@ def _check_type(kind: Any, rows: int, what: str) -> None:
     while pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
         values *= kind.list_size if pa.types.is_fixed_size_list(kind) else 1
         kind = kind.value_type
-    if _dtype(kind) is None:
-        raise UnsupportedError(f"{what} of {kind!s:.80}, which are not numbers")
     if _ITEM_BYTES * values > TABLE_BYTES:
         raise _too_large(what, _ITEM_BYTES * values)
 

@@ -121,7 +121,7 @@ class Video:
                     hint='give the extension of a video, such as "cam1.mp4"',
                 )
             object.__setattr__(self, "file", name)
-        if self.like is not None and (not isinstance(self.like, str) or self.clip is not None):
+        if checked("like", self.like, str | None, "the name of a field") and self.clip is not None:
             raise UsageError(
                 f"a field with like={self.like!r:.80} shows the instants of that field", hint="leave clip out"
             )

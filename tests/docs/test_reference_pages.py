@@ -5,7 +5,13 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
+from pathlib import Path
 
+import pytest
+
+import headrace
+from docs.site import reference
+from headrace.dataio.core import errors
 from tests.support.pages import ROOT
 
 FRAMEWORKS = (ROOT / "docs" / "reference" / "frameworks.md").read_text()
@@ -51,3 +57,30 @@ def test_the_versions_of_frameworks_are_those_of_the_project() -> None:
     assert len(rows) == 10
     for name, lowest, used in rows:
         assert (least.get(name, ""), tested[name]) == (lowest, used), name
+
+
+EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def public() -> set[str]:
+    """The names that the pages of the API, of the errors and of the adapters document, as `module.name`."""
+    documented = reference.documented() | {f"headrace.{name}" for name in headrace.__all__}
+    documented |= {f"{errors.__name__}.{name}" for name, value in vars(errors).items() if isinstance(value, type)}
+    return documented | {f"{module}.{name}" for module, names in adapters().items() for name in names}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=[str(path.relative_to(ROOT)) for path in EXAMPLES])
+def test_an_example_imports_only_public_names(path: Path, public: set[str]) -> None:
+    tree = ast.parse(path.read_text())
+    modules = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert [module for module in modules if module.startswith("headrace.")] == []
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = {f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assert {name for name in names if name.startswith("headrace.")} <= public
+
+
+def test_the_examples_use_the_public_names(public: set[str]) -> None:
+    assert {path.parent.name for path in EXAMPLES} >= {"examples", "migrate"}
+    assert "headrace.checkpoint.import_checkpoint" in public
+    assert "headrace.checkpoint.exchange.sources.open_source" not in public

@@ -22,7 +22,7 @@ from headrace.dataio.core import log
 from headrace.dataio.core.errors import CorruptionError, MismatchError, UsageError
 from headrace.dataio.shards.dataset import Dataset
 from headrace.dataio.shards.sample import Sample
-from headrace.loaders import Audio, Bucket, Buckets, Clip, Image, Json, Loader, Mask, Video
+from headrace.loaders import Audio, Bucket, Buckets, Clip, Image, Json, Loader, Mask, Rows, Video
 from headrace.loaders.fetch import byte_ranges
 from headrace.loaders.fetch.partial_file import PartialFile
 from tests.support import long_media, numbered_video
@@ -304,6 +304,15 @@ def test_impossible_cameras_are_refused(make: Callable[..., Loader], case: str) 
 def test_impossible_options_are_refused(options: Any, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         Video(**options)
+
+
+@pytest.mark.parametrize("like", [["front"], {"name": "front"}, 3])
+def test_a_field_is_like_a_name_and_nothing_else(like: Any) -> None:
+    for field in (Video, Audio, Mask):
+        with pytest.raises(UsageError, match=r"like cannot be .*give the name of a field"):
+            field(like=like)
+    with pytest.raises(UsageError, match=r"like cannot be .*give the name of a Video field"):
+        Rows("rows.parquet", "state", like=like)
 
 
 def test_an_image_is_not_like_another_field() -> None:

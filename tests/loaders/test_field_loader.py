@@ -67,6 +67,14 @@ class Caption(Field):
 
 
 @dataclasses.dataclass(frozen=True)
+class Never(Points):
+    """A field that has no value for any sample."""
+
+    def decode(self, data: FieldInput) -> Any:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
 class Noise(Field):
     def decode(self, data: FieldInput) -> Any:
         return torch.rand(3, generator=data.generator())
@@ -154,6 +162,17 @@ def test_samples_without_an_optional_field_have_an_empty_value(make: Callable[..
         assert batch["points.lengths"].tolist() == lengths
         for row, number in zip(batch["points"], numbers, strict=True):
             assert not row[lengths[numbers.index(number)] :].any()
+
+
+@pytest.mark.parametrize(("collate", "entry", "length"), [("pad", "lengths", 3), ("concat", "offsets", 4)])
+def test_a_batch_without_any_value_has_lengths_and_offsets_of_zero(
+    make: Callable[..., Loader], collate: Any, entry: str, length: int
+) -> None:
+    field = Never(collate=collate, required=False)
+    batch = next(iter(make({"value": field, "label": Label()}, batch_size=3)))
+    assert batch["value"] is None
+    assert batch["value.present"].tolist() == [False] * 3
+    assert (batch[f"value.{entry}"].dtype, batch[f"value.{entry}"].tolist()) == (torch.int64, [0] * length)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,6 +117,47 @@ def test_what_is_excluded_is_not_said_to_be_a_matter_of_the_format(
     assert "model/bias" not in other
 
 
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_formats_that_hold_everything_list_what_is_excluded(
+    tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
+    options = ["--run", "exp", "--format", format, "--exclude", "*/bias", "--exclude", "epoch"]
+    out = said(capsys, "export", repository, tmp_path / "m", *options)
+    assert "left out by --exclude: 2\n  epoch\n  model/bias\n" in out
+    assert "does not read them" not in out
+
+
+@pytest.mark.parametrize("format", ["hf", "torch"])
+def test_a_pattern_that_excludes_all_of_an_entry_is_named_as_the_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], format: str
+) -> None:
+    with Checkpointer(tmp_path / "r", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(7, {"model": torch.nn.Linear(4, 3), "ema": {"weight_ema": torch.ones(2)}}).result(60)
+    options = ["--run", "exp", "--format", format, "--exclude", "*/weight_ema"]
+    out = said(capsys, "export", tmp_path / "r", tmp_path / "m", *options)
+    assert out.endswith("left out by --exclude: 1\n  ema/weight_ema\n")
+
+
+def test_a_dry_run_of_an_import_lists_tensors_values_and_what_is_left_out(
+    tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said(capsys, "export", repository, tmp_path / "m.pt", "--run", "exp")
+    (tmp_path / "rules.json").write_text('{"model/weight": "model/kernel"}')
+    options = ["--run", "n", "--dry-run", "--exclude", "model/bias", "--rename", tmp_path / "rules.json"]
+    assert said(capsys, "import", tmp_path / "m.pt", repository, *options) == (
+        "step 0 of n: 1 tensor in the entries model, epoch\n"
+        "tensors: 1\n  model/kernel float32 [3, 4], named model/weight in the source\n"
+        "values: 1\n  epoch\n"
+        "left out by --exclude: 1\n  model/bias\n"
+        "nothing was stored; without --dry-run, 48 B are read\n"
+    )
+    report = json.loads(said(capsys, "import", tmp_path / "m.pt", repository, *options, "--json"))
+    assert report["contents"] == [
+        {"path": "model/kernel", "source": "model/weight", "dtype": "float32", "shape": [3, 4]}
+    ]
+    assert "has no step" in said(capsys, "show", repository, "--run", "n", code=2)
+
+
 def test_a_divided_safetensors_file_is_imported_by_the_name_it_was_exported_to(
     tmp_path: Path, repository: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -191,6 +191,57 @@ def test_the_names_in_an_error_about_patterns_are_bounded(tmp_path: Path) -> Non
     assert len(str(error.value)) < 1200
 
 
+def test_a_dry_run_lists_what_would_be_saved_and_stores_nothing(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+    safetensors.save_file(model.state_dict(), tmp_path / "m.safetensors")
+    options: dict[str, Any] = {"rename": {"weight": "kernel"}, "exclude": "bias", "entry": "net"}
+    plan = imported(tmp_path / "m.safetensors", tmp_path / "r", dry_run=True, **options)
+    assert not (tmp_path / "r").exists()
+    (kernel,) = plan.contents
+    assert (kernel.path, kernel.source, kernel.dtype, kernel.shape) == ("net/kernel", "weight", "bfloat16", [3, 4])
+    assert (plan.left_out, plan.values, plan.entries) == (["bias"], [], ["net"])
+    assert (plan.bytes_state, plan.bytes_written, plan.bytes_deduplicated) == (24, 0, 0)
+    report = imported(tmp_path / "m.safetensors", tmp_path / "r", **options)
+    assert report.bytes_written > 0
+    assert (report.contents, report.left_out, report.bytes_state) == (plan.contents, plan.left_out, 24)
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_a_dry_run_lists_the_tensors_and_values_of_a_nested_state_by_their_paths_in_the_step(
+    tmp_path: Path, format: str
+) -> None:
+    state = {"model": torch.nn.Linear(4, 3), "history": [torch.ones(2), 5], "epoch": 3, "note": "x"}
+    with Checkpointer(tmp_path / "a", run="exp", sidecar=None) as checkpointer:
+        checkpointer.save(1, state).result(60)
+    export(tmp_path / "a", tmp_path / "source", run="exp", format=format)
+    options: dict[str, Any] = {"exclude": ["note", "model/bias"], "rename": {"model/": "net/"}}
+    plan = imported(tmp_path / "source", tmp_path / "r", dry_run=True, **options)
+    assert {each.path: (each.source, each.dtype, each.shape) for each in plan.contents} == {
+        "net/weight": ("model/weight", "float32", [3, 4]),
+        "history/0": ("history/0", "float32", [2]),
+    }
+    assert plan.values == ["history/1", "epoch"]
+    assert sorted(plan.left_out) == ["model/bias", "note"]
+    imported(tmp_path / "source", tmp_path / "r", **options)
+    with read(tmp_path / "r", run="in") as saved:
+        assert set(saved) == {each.path for each in plan.contents} | set(plan.values)
+        for each in plan.contents:
+            assert (saved[each.path].dtype, [*saved[each.path].shape]) == (getattr(torch, each.dtype), each.shape)
+
+
+def test_a_dry_run_is_refused_where_the_import_would_be(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "m.pt")
+    imported(tmp_path / "m.pt", tmp_path / "r", step=5)
+    with pytest.raises(ConflictError, match="has step 5"):
+        imported(tmp_path / "m.pt", tmp_path / "r", step=5, dry_run=True)
+    with pytest.raises(NotFoundError, match="nothing"):
+        imported(tmp_path / "m.pt", tmp_path / "r", step=6, base="nothing", dry_run=True)
+    whole = (tmp_path / "m.pt").read_bytes()
+    (tmp_path / "m.pt").write_bytes(whole[:-50])
+    with pytest.raises(CorruptionError, match="cut off"):
+        imported(tmp_path / "m.pt", tmp_path / "r", step=6, dry_run=True)
+
+
 def test_an_import_never_hides_a_step(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     with Checkpointer(tmp_path / "r", run="in", sidecar=None) as checkpointer:
@@ -426,6 +477,84 @@ def test_one_of_several_shards_is_refused_and_the_name_of_the_whole_is_their_ind
     assert imported(index, tmp_path / "r", step=1).tensors == 2
 
 
+def model_named(folder: Path, name: str, value: float, shards: str = "") -> None:
+    """Write a model whose tensors have this value: a file, or an index `name` with two shards named by a pattern."""
+    folder.mkdir(exist_ok=True)
+    names = [shards.format(number) for number in (1, 2)] if shards else [name]
+    for number, file in enumerate(names):
+        tensors = {f"w{number}": torch.full((2,), value)}
+        if file.endswith(".bin"):
+            torch.save(tensors, folder / file)
+        else:
+            safetensors.save_file(tensors, folder / file)
+    if shards:
+        (folder / name).write_text(json.dumps({"weight_map": {f"w{n}": file for n, file in enumerate(names)}}))
+
+
+VARIANTS = {  # names of transformers and diffusers: the default, or a variant
+    "model.safetensors": "",
+    "model.fp16.safetensors": "",
+    "model.safetensors.index.fp16.json": "model.fp16-0000{}-of-00002.safetensors",
+    "model.fp16.safetensors.index.json": "model.fp16-0000{}-of-00002.safetensors",
+    "pytorch_model.bin.index.fp16.json": "pytorch_model.fp16-0000{}-of-00002.bin",
+    "pytorch_model.fp16.bin": "",
+    "diffusion_pytorch_model.safetensors": "",
+    "diffusion_pytorch_model.fp16.safetensors": "",
+    "diffusion_pytorch_model.bin": "",
+    "diffusion_pytorch_model.safetensors.index.json": "diffusion_pytorch_model-0000{}-of-00002.safetensors",
+    "diffusion_pytorch_model.safetensors.index.fp16.json": "diffusion_pytorch_model-0000{}-of-00002.fp16.safetensors",
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_models_with_the_names_of_transformers_and_diffusers_are_found(tmp_path: Path, name: str) -> None:
+    shards = VARIANTS[name]
+    model_named(folder := tmp_path / "m", name, 1.0, shards)
+    (folder / "config.json").write_text("{}")
+    tensors = 2 if shards else 1
+    assert imported(folder, tmp_path / "r").tensors == tensors
+    assert imported(folder / name, tmp_path / "r", step=1).tensors == tensors
+    for shard in [shards.format(number) for number in (1, 2)] if shards else []:
+        with pytest.raises(UsageError, match=rf"is one of 2 files.*import .*/{name}, which names all of them"):
+            imported(folder / shard, tmp_path / "r", step=2)
+
+
+@pytest.mark.parametrize("default", ["model.safetensors", "diffusion_pytorch_model.safetensors"])
+@pytest.mark.parametrize("divided", ["default", "variant", "both", "none"])
+def test_of_several_models_in_a_folder_the_one_without_a_variant_is_imported(
+    tmp_path: Path, default: str, divided: str
+) -> None:
+    stem, folder = default.removesuffix(".safetensors"), tmp_path / "m"
+    for value, variant in ((1.0, ""), (2.0, ".fp16"), (3.0, ".bf16")):
+        if divided == "both" or divided == ("variant" if variant else "default"):
+            shards = f"{stem}{variant}-0000{{}}-of-00002.safetensors"
+            model_named(folder, f"{stem}.safetensors.index{variant}.json", value, shards)
+        else:
+            model_named(folder, f"{stem}{variant}.safetensors", value)
+    imported(folder, tmp_path / "r")
+    imported(
+        folder / f"{stem}.fp16.safetensors", tmp_path / "r", step=1
+    )  # stands for its index if there is no such file
+    for step, value in ((0, 1.0), (1, 2.0)):
+        with read(tmp_path / "r", run="in", step=step) as saved:
+            assert torch.equal(saved["model/w0"].read(), torch.full((2,), value))
+
+
+def test_variants_of_which_none_is_the_default_are_named(tmp_path: Path) -> None:
+    for variant in ("bf16", "fp16"):
+        shards = f"model.{variant}-0000{{}}-of-00002.safetensors"
+        model_named(tmp_path / "m", f"model.safetensors.index.{variant}.json", 1.0, shards)
+    names = r"model\.safetensors\.index\.bf16\.json, model\.safetensors\.index\.fp16\.json"
+    with pytest.raises(UsageError, match=rf"none of them has a default name: {names} .name the one to import"):
+        imported(tmp_path / "m", tmp_path / "r")
+
+
+def test_shards_without_their_index_are_named(tmp_path: Path) -> None:
+    model_named(folder := tmp_path / "m", "index", 1.0, "model.fp16-0000{}-of-00002.safetensors")
+    with pytest.raises(UsageError, match=r"is one of 2 files.*and their index model\.safetensors\.index\.fp16\.json"):
+        imported(folder, tmp_path / "r")
+
+
 def test_a_folder_with_one_shard_of_several_is_refused(tmp_path: Path) -> None:
     (folder := tmp_path / "m").mkdir()
     safetensors.save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
@@ -460,8 +589,14 @@ def test_sources_that_are_not_recognised_are_named(tmp_path: Path) -> None:
         imported(tmp_path / "empty", tmp_path / "r")
     for name in ("a", "b"):
         safetensors.save_file({"a": torch.ones(2)}, tmp_path / "empty" / f"{name}.safetensors")
-    with pytest.raises(UsageError, match="is not recognised"):
+    with pytest.raises(
+        UsageError, match=r"has several models.* a\.safetensors, b\.safetensors .name the one to import"
+    ):
         imported(tmp_path / "empty", tmp_path / "r")
+    (tmp_path / "pipeline" / "unet").mkdir(parents=True)
+    (tmp_path / "pipeline" / "model_index.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"is a pipeline of diffusers.*one by one, such as .*/unet"):
+        imported(tmp_path / "pipeline", tmp_path / "r")
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(UsageError, match="is not a regular file"):
         imported(tmp_path / "pipe", tmp_path / "r")

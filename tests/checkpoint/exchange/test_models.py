@@ -138,3 +138,13 @@ def test_a_folder_of_save_pretrained_is_restored(tmp_path: Path, name: str, shar
     model.save_pretrained(tmp_path / "hub", max_shard_size="20KB" if shards else "1GB")
     import_checkpoint(tmp_path / "hub", tmp_path / "r", run="exp", rename=RENAMED if name == "vit" else None)
     assert same(model, restored(tmp_path / "r", "exp", MODELS[name]))
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_variant_that_transformers_saved_is_imported(tmp_path: Path, shards: bool) -> None:
+    torch.manual_seed(0)
+    model = llama()
+    model.save_pretrained(tmp_path / "m", variant="fp16", max_shard_size="20KB" if shards else "1GB")
+    assert (tmp_path / "m" / ("model.safetensors.index.fp16.json" if shards else "model.fp16.safetensors")).exists()
+    import_checkpoint(tmp_path / "m", tmp_path / "r", run="exp")
+    assert same(model, restored(tmp_path / "r", "exp", llama))

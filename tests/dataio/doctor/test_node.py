@@ -25,6 +25,7 @@ from headrace.dataio.doctor.machine import Machine, release, whole
 ROOT = Path(__file__).parents[3]
 MEMINFO = "MemTotal:       65536000 kB\nMemFree: 1 kB\nMemAvailable:   60000000 kB\n"
 DRIVER = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  {}  Wed Sep 10 2026\nGCC version:  12\n"
+NFS3 = "36 35 0:50 / /mnt rw,relatime shared:1 - nfs server:/export rw,vers=3,{},addr=10.0.0.1\n"
 NFS = "36 35 0:50 / {} rw,relatime shared:1 - nfs4 server:/export rw,vers=4.2,{},addr=10.0.0.1\n"
 
 
@@ -151,6 +152,19 @@ GDS = GPU | {"proc/driver/nvidia-fs/version": ""}
             "locks",
         ),
         (node.network_mounts, Fake(files={"proc/self/mountinfo": NFS.format("/mnt", "hard,noac")}), "note", "noac"),
+        (
+            node.network_mounts,
+            Fake(files={"proc/self/mountinfo": NFS3.format("hard")}),
+            "note",
+            "uses NFS 3: the server",
+        ),
+        (node.network_mounts, Fake(files={"proc/self/mountinfo": NFS3.format("spread_reads")}), "ok", "/mnt"),
+        (
+            node.network_mounts,
+            Fake(files={"proc/self/mountinfo": NFS3.format("soft,remoteports=dns")}),
+            "warning",
+            "soft",
+        ),
         (node.network_mounts, Fake(), "unknown", ""),
         (node.clock, Fake(), "ok", ""),
         (node.clock, Fake(disciplined=False), "note", "not synchronised"),

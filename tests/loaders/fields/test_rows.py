@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from datetime import date
 from fractions import Fraction
 from typing import Any
 
@@ -271,9 +272,27 @@ def test_texts_are_refused_before_they_are_read() -> None:
     data = parquet({"state": texts}, store_schema=False)
     assert len(data) < 300_000
     field, before = Rows("r.parquet", "state", like="front", rate=5), pa.default_memory_pool().max_memory()
-    with pytest.raises(UnsupportedError, match="has a column 'state' of string, which are not numbers"):
+    with pytest.raises(MissingValueError, match="has a column 'state' of string, which are not numbers"):
         field.decode(given_input(field, data, 0))
     assert pa.default_memory_pool().max_memory() == before
+
+
+def test_a_column_of_texts_names_the_columns_of_numbers_and_the_fields_that_read_texts() -> None:
+    data = parquet({"task": ["lift"] * 10, "when": [date(2026, 1, 1)] * 10, "state": LISTS, "timestamp": TIMES})
+    field = Rows("r.parquet", "task", like="front")
+    with pytest.raises(MissingValueError) as caught:
+        field.decode(given_input(field, data, 0))
+    assert caught.value.message == ".r.parquet has a column 'task' of string, which are not numbers"
+    assert caught.value.hint == (
+        "its columns of numbers are 'state', 'timestamp'; "
+        "the fields Text and Json read texts, from a .txt or .json file of the sample"
+    )
+    with pytest.raises(
+        MissingValueError, match=r"'when' of date32.* .its columns of numbers are 'state', 'timestamp'.$"
+    ):
+        Rows("r.parquet", "when", like="front").decode(given_input(field, data, 0))
+    with pytest.raises(MissingValueError, match=r"'task' of string.*which are not numbers"):
+        Rows("r.parquet", "state", time="task", like="front").decode(given_input(field, data, 0))
 
 
 def test_few_columns_of_many_are_read() -> None:
