@@ -147,18 +147,22 @@ class Writer:
             yield os.pread(self._fd, min(piece, self.size - at), at)
 
     def commit(self) -> Label:
-        """Append the label, and give the file the object's name. From then on, readers find the object."""
+        """Append the label, and give the file the object's name. From then on, readers find the object.
+
+        On `OSError`, `written` can still read the bytes.
+        """
         label = Label(self.source, self.key, self.size, self.digest)
         self._reserve(0)
         if self._is_spare:
             os.ftruncate(self._fd, self.size)
         os.pwrite(self._fd, _trailer(label), self.size)
-        self._close()
+        self._unlock()  # before readers find the object
         self._reservation.commit(self._path, self.source, self.key, self._claimed)
+        self.close()  # last: if the commit fails, `written` can still read the bytes
         return label
 
     def discard(self) -> None:
-        self._close()
+        self.close()
         self._path.unlink(missing_ok=True)
 
     def _use_spare(self) -> None:
@@ -168,10 +172,14 @@ class Writer:
         if fd is None:
             return
         at = 0
-        for piece in self.written():
-            at += os.pwrite(fd, piece, at)
-        self._close()
-        os.replace(self._path.with_name(f"{self._path.name}-spare"), self._path)
+        try:
+            for piece in self.written():
+                at += os.pwrite(fd, piece, at)
+            os.replace(self._path.with_name(f"{self._path.name}-spare"), self._path)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(self._fd)
         self._fd, self._is_spare = fd, True
 
     def _reserve(self, size: int) -> None:
@@ -180,10 +188,17 @@ class Writer:
         self._reservation.reserve(size)
         self._claimed += size
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the file. An object that is not committed stays unnamed, and is removed with the reservation."""
         if self._fd >= 0:
+            self._unlock()
             os.close(self._fd)
         self._fd = -1
+        self._reservation.forget(self)
+
+    def _unlock(self) -> None:
+        if self._is_spare:  # closing is not enough, because a forked child may have the file open
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 class Reservation:
@@ -203,10 +218,13 @@ class Reservation:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         hidden.rename(self._folder)
         self._claim = self._used = self._files = 0
+        self._writers = set[Writer]()
 
     def writer(self, source: str, key: str) -> Writer:
         self._files += 1
-        return Writer(self, self._folder / str(self._files), source, key)
+        writer = Writer(self, self._folder / str(self._files), source, key)
+        self._writers.add(writer)
+        return writer
 
     def reserve(self, size: int) -> None:
         """Reserve `size` more bytes before they are written."""
@@ -228,8 +246,14 @@ class Reservation:
             self._used -= size
             self._set_claim(self._claim - size)
 
+    def forget(self, writer: Writer) -> None:
+        """The writer has ended."""
+        self._writers.discard(writer)
+
     def close(self) -> None:
-        """Release the reservation, and remove files that were not committed."""
+        """Release the reservation, and close and remove files that were not committed."""
+        for writer in list(self._writers):
+            writer.close()
         if self._lock >= 0:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)

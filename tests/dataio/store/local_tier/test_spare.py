@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,28 @@ def test_spare_files_are_removed_after_a_while(tier: LocalTier, monkeypatch: pyt
     monkeypatch.setattr(spare, "SECONDS", 0.0)
     tier.tidy()
     assert spares(tier) == []
+
+
+def test_an_object_in_an_old_file_is_there_although_a_fork_has_the_file_open(tier: LocalTier) -> None:
+    """A forked child, such as a worker of a DataLoader, has the descriptors that its parent had at that moment."""
+    keep(tier, 1, b"a" * 2 * MIB)
+    forget(tier, 1)
+    with tier.reserve() as reservation:
+        writer = reservation.writer("s", "packs/2")
+        writer.write(b"b" * 2 * MIB)
+        forked = os.dup(writer._fd)
+        writer.commit()
+    try:
+        assert content(tier, 2) == b"b" * 2 * MIB
+    finally:
+        os.close(forked)
+
+
+def test_a_write_that_fails_in_an_old_file_leaves_no_descriptor(tier: LocalTier) -> None:
+    keep(tier, 1, b"a" * 2 * MIB)
+    forget(tier, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ValueError, match="the parts end"), tier.reserve() as reservation:
+        reservation.writer("s", "packs/2").write(b"b" * MIB)
+        raise ValueError("the parts end")
+    assert len(os.listdir("/proc/self/fd")) == before

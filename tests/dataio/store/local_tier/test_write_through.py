@@ -167,6 +167,20 @@ def test_a_tier_that_vanishes_is_done_without(tmp_path: Path) -> None:
     assert remote.get("packs/2") == b"".join(parts())
 
 
+def test_a_tier_that_vanishes_before_an_object_gets_its_name_is_done_without(remote: Counting, tmp_path: Path) -> None:
+    tier = local_tier(tmp_path)
+
+    def vanishing() -> Iterator[Buffer]:
+        yield from parts(2 * MIB)
+        (tier.root / "objects").rename(tmp_path / "elsewhere")
+
+    with WriteThroughTier(remote, tier, is_pack) as store:
+        assert store.put_multipart("packs/1", vanishing()) == 2 * MIB
+        assert not store.whole
+        assert store.put_if_absent("manifest", b"m")
+    assert remote.get("packs/1") == b"".join(parts(2 * MIB))
+
+
 def test_an_exception_from_the_parts_leaves_nothing(remote: Counting, tmp_path: Path) -> None:
     tier = local_tier(tmp_path)
 
