@@ -134,7 +134,8 @@ def open_tier_save(
 class KeptSteps:
     """The steps that this process keeps in the tier only. Thread-safe.
 
-    `more`: how many of them stay in addition to the tier's `steps`, because the buddy may be receiving them.
+    `more`: how many of them stay in addition to the tier's `steps`. A step that another process holds, because it sends
+    it to the buddy or to the store, stays too.
     """
 
     def __init__(self, more: int = 2) -> None:
@@ -149,8 +150,7 @@ class KeptSteps:
             if not surplus:
                 return
             with contextlib.suppress(OSError):
-                local_tier.forget_unchanged(surplus)
-                del self._records[: len(surplus)]
+                self._records[: len(surplus)] = local_tier.forget_unchanged(surplus)
 
     def clear(self) -> None:
         """Remove no step that was added before, because another process may now depend on it."""

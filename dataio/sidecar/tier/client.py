@@ -178,6 +178,7 @@ class CopySender:
         self._pause = SHORTEST
         self._sent: dict[tuple[str, str, bytes], None] = {}
         self._copied: dict[CopyId, None] = {}
+        self._held, self._hold = "", contextlib.ExitStack()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="headrace-copies", daemon=True)
         self.trouble, self.waiting, self.bytes = "not reached yet", 0, 0
@@ -203,6 +204,7 @@ class CopySender:
                         self._report_reachable()
                     self._send_all(buddy)
             except (HeadraceError, OSError) as error:
+                self._hold_step("")
                 self._report_trouble(str(error))
                 self._stop.wait(self._pause)
                 self._pause = min(self._pause * 2, LONGEST)
@@ -215,13 +217,24 @@ class CopySender:
                 self._stop.wait(BUSY_SECONDS if now - copied < BUSY_FOR_SECONDS else IDLE_SECONDS)
                 continue
             looked, seen = now, changed  # of before the look, so that no later record is missed
-            if (record := self._next()) is not None:
+            record = self._next()
+            self._hold_step("" if record is None else record.attempt)
+            if record is not None:
                 self._send(buddy, record)
                 idle = copied = time.monotonic()
                 seen = 0
             elif now - idle > p.IO_SECONDS / 3:
                 buddy.records("-")  # keeps the connection alive, which would time out
                 idle = now
+
+    def _hold_step(self, attempt: str) -> None:
+        """Hold this step in the tier until all its records are sent; "" for none. Otherwise newer steps would replace it."""
+        if attempt != self._held:
+            self._hold.close()
+            self._held = ""
+            if attempt:
+                self._hold.enter_context(self._local_tier.hold(attempt))
+                self._held = attempt
 
     def _next(self) -> Record | None:
         """The next record to send. Updates `waiting`."""

@@ -4,6 +4,7 @@
     records/<hash>         `records.Record` in msgpack
     writing/<token>/       one writer's partial files, and its locked file `lock` with the bytes that it has reserved
     spare/                 files of removed objects, for the next ones (`spare`)
+    holds/<token>          an attempt whose step stays for now; locked by the process that needs it
     lock                   held while a process changes or counts the directory's content
 
 Invariants:
@@ -21,6 +22,7 @@ An object or record that cannot be read counts as absent. A record that cannot b
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -60,7 +62,7 @@ class LocalTier:
 
     def __init__(self, root: Path, limits: TierLimits) -> None:
         self.root, self.limits = private_directory(root), limits
-        for name in ("objects", "records", "writing"):
+        for name in ("objects", "records", "writing", "holds"):
             private_directory(root / name)
         self._spare = SpareFiles(root / "spare")
         self._unneeded: dict[str, float] = {}  # name → first seen, by the monotonic clock
@@ -142,11 +144,34 @@ class LocalTier:
         with self.locked():
             self._forget(list(records))
 
-    def forget_unchanged(self, records: Iterable[Record]) -> None:
-        """As `forget`, but without records that another process has replaced, for example by a committed one."""
+    def forget_unchanged(self, records: Iterable[Record]) -> list[Record]:
+        """As `forget`, but without records that another process has replaced, for example by a committed one.
+
+        Returns the records that are held (`hold`). They stay.
+        """
         with self.locked():
-            paths = ((r, self.root / "records" / _hash(r.source, f"{r.attempt}/{r.rank}")) for r in records)
-            self._forget([r for r, path in paths if _read_record(path) == r])
+            held = self._held()
+            paths = [(r, self.root / "records" / _hash(r.source, f"{r.attempt}/{r.rank}")) for r in records]
+            self._forget([r for r, path in paths if r.attempt not in held and _read_record(path) == r])
+            return [r for r, _ in paths if r.attempt in held]
+
+    @contextlib.contextmanager
+    def hold(self, attempt: str) -> Iterator[None]:
+        """Keep the attempt's records and objects during the block, although newer steps make them surplus.
+
+        They are removed nevertheless if a save needs their space, and on request (`forget`).
+        """
+        path = self.root / "holds" / secrets.token_hex(8)
+        with self.locked():
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(fd, attempt.encode())
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough, because a forked child may have the file open
+            os.close(fd)
 
     # space
 
@@ -195,7 +220,7 @@ class LocalTier:
     def remove_surplus(self) -> None:
         """Remove the steps that `tidy` would remove."""
         with self.locked():
-            self._forget(removable_surplus(self.records(), self.limits.steps))
+            self._remove_surplus()
 
     def tidy(self) -> None:
         """Remove surplus steps, unneeded objects, and files of dead writers. The daemon calls this regularly."""
@@ -212,13 +237,32 @@ class LocalTier:
             if claim_of(folder) is None:
                 shutil.rmtree(folder, ignore_errors=True)
         self._spare.tidy()
-        self._forget(removable_surplus(self.records(), self.limits.steps))
+        self._remove_surplus()
         needed = {_hash(r.source, key) for r in self.records() for key in r.keys}
         now, first_seen = time.monotonic(), self._unneeded
         self._unneeded = {p.name: first_seen.get(p.name, now) for p in self._files("objects") if p.name not in needed}
         for name, since in self._unneeded.items():
             if now - since > STRAY_SECONDS:
                 (self.root / "objects" / name).unlink(missing_ok=True)
+
+    def _remove_surplus(self) -> None:
+        held = self._held()
+        self._forget([r for r in removable_surplus(self.records(), self.limits.steps) if r.attempt not in held])
+
+    def _held(self) -> set[str]:
+        """The attempts that live processes hold. Files of dead ones are removed."""
+        held = set[str]()
+        for path in self._files("holds"):
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    path.unlink()
+                except BlockingIOError:
+                    held.add(os.read(fd, 1024).decode(errors="replace"))
+                finally:
+                    os.close(fd)
+        return held
 
     def _forget(self, records: list[Record]) -> None:
         if not records:

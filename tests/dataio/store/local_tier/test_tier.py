@@ -259,3 +259,29 @@ def test_limits_are_seen_by_every_process(tmp_path: Path) -> None:
     with pytest.raises(CapacityError):
         two.make_room(65 * MIB)
     one.make_room(65 * MIB)
+
+
+def test_a_step_that_is_held_stays_until_its_space_is_needed_or_its_holder_ends(tmp_path: Path) -> None:
+    tier = local_tier(tmp_path, size=4 * MIB, steps=1)
+    for step in (1, 2):
+        tier.keep("s", f"packs/{step}", b"a" * MIB)
+        tier.put_record(record("s", step, [f"packs/{step}"]))
+    with tier.hold("A1"):
+        tier.tidy()
+        tier.remove_surplus()
+        assert tier.forget_unchanged(tier.records()) == [record("s", 1, ["packs/1"])]
+        assert [r.step for r in tier.records()] == [1]
+        tier.put_record(record("s", 3, ["packs/3"]))
+        tier.keep("s", "packs/3", b"a" * (3 * MIB + 1000))
+        assert [r.step for r in tier.records()] == [3]
+    holder = tier.hold("A3")
+    holder.__enter__()
+    (file,) = (tier.root / "holds").iterdir()
+    assert tier.forget_unchanged(tier.records()) != []
+    dead = tier.root / "holds" / "dead"
+    dead.write_text("A3")  # its process was killed: no process has a lock
+    holder.__exit__(None, None, None)
+    assert not file.exists()
+    assert tier.forget_unchanged(tier.records()) == []
+    assert tier.records() == []
+    assert list((tier.root / "holds").iterdir()) == []
