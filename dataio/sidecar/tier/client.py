@@ -205,6 +205,9 @@ class CopySender:
                     self._send_all(buddy)
             except (HeadraceError, OSError) as error:
                 self._hold_step("")
+                if not isinstance(error, CapacityError):  # the buddy may have lost its tier, or be another machine now
+                    self._sent.clear()
+                    self._copied.clear()
                 self._report_trouble(str(error))
                 self._stop.wait(self._pause)
                 self._pause = min(self._pause * 2, LONGEST)

@@ -15,7 +15,7 @@ from headrace.dataio.sidecar.tier.tier_service import TierService
 from headrace.dataio.store.local_tier.records import TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier
 from tests.dataio.sidecar.conftest import wait_for
-from tests.dataio.sidecar.tier.conftest import config
+from tests.dataio.sidecar.tier.conftest import config, port_of
 from tests.support.local_tier import record
 
 Listening = tuple[TierService, Address]
@@ -73,3 +73,21 @@ def test_a_buddy_that_takes_copies_more_slowly_than_a_trainer_saves_gets_whole_s
     assert all({f"packs/{step}/1", f"packs/{step}/2"} <= set(offers) for step in sent)  # none was broken off
     assert len(trainer.tier.records()) <= guest.steps + 2 + 1  # one was held
     wait_for(lambda: not list((guest.folder / "holds").iterdir()))
+
+
+def test_a_buddy_that_lost_its_tier_gets_the_steps_again(
+    certificates: Path, open_tier: Callable[[TierConfig], TierService], tmp_path: Path
+) -> None:
+    first = open_tier(config(tmp_path / "b", certificates, listen=Address("127.0.0.1", 0), names=("127.0.0.2",)))
+    address = Address("127.0.0.1", port_of(first))
+    guest = config(tmp_path / "a", certificates, "127.0.0.2", buddy=address)
+    trainer = Trainer(LocalTier(guest.folder, TierLimits(guest.bytes, guest.steps)), committed=True)
+    trainer.save()
+    node = open_tier(guest)
+    wait_for(lambda: [r.step for r in first.local_tier.records()] == [1])
+    first.close()
+    empty = open_tier(config(tmp_path / "new", certificates, listen=address, names=("127.0.0.2",)))
+    trainer.save()  # the sender notices the broken connection now
+    wait_for(lambda: [r.step for r in empty.local_tier.records()] == [2, 1])
+    assert all(empty.local_tier.has("s", f"packs/{step}/{n}") for step in (1, 2) for n in (1, 2))
+    wait_for(lambda: node.status()["buddy"]["waiting"] == 0)  # type: ignore[index]
