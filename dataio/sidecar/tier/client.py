@@ -91,7 +91,10 @@ class BuddyClient:
         with _buddy_errors("listing the buddy's records"):
             self._channel.send(p.List(source))
             sizes = _expect(self._channel.answer(), p.Listed).sizes
-            return [documents.decode(self._channel.whole(size), "a buddy's record") for size in sizes]
+            records = [documents.decode(self._channel.whole(size), "a buddy's record") for size in sizes]
+            if any(record.source != source for record in records):
+                raise p.ProtocolError("it listed records of another store")
+            return records
 
     def fetch(self, local_tier: LocalTier, source: str, key: str) -> bool:
         """Fetch an object into `local_tier`; False if the buddy does not have it."""

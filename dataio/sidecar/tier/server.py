@@ -5,6 +5,7 @@ Invariants:
 
 - An object is stored only when all announced bytes have arrived and their digest matches. If a connection breaks, the
   bytes that have arrived are kept for `PARTIAL_SECONDS`, so the peer sends only the rest.
+- A guest changes no record and no object of a step that this node has kept, and no pack of another guest.
 - At most `CONNECTIONS` peers are admitted, each with its own thread, so a slow peer does not delay others.
 - A connection gets a thread when its first bytes arrive. At most `SILENT` connections have sent nothing; a further one
   replaces the oldest of them.
@@ -268,6 +269,11 @@ class BuddyServer:
         if tier_object is not None and (tier_object.size, tier_object.label.digest) == (offer.size, offer.digest):
             channel.send(p.Want(offer.size))
             channel.send(p.Stored())
+            return
+        if tier_object is not None and not self._local_tier.may_replace(offer.source, offer.key):
+            channel.send(
+                p.Refused("conflict", f"{offer.key} belongs to a step that this node or another guest has kept")
+            )
             return
         try:
             partial = self._open_partial(offer)

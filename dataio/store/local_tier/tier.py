@@ -80,6 +80,15 @@ class LocalTier:
         tier_object = self.open(source, key)
         return tier_object is not None
 
+    def may_replace(self, source: str, key: str) -> bool:
+        """Whether a guest's object may replace this one.
+
+        It may not if a step of this node needs the object. Of a guest's step, only the manifest, which is the last of
+        its objects, may be replaced, because a second worker may have written another one.
+        """
+        records = [r for r in self.records(source) if key in r.keys]
+        return all(r.guest and r.own[-1:] == (key,) for r in records)
+
     def drop(self, source: str, key: str) -> None:
         """Remove the object. An absent object is not an error."""
         self.path_of(source, key).unlink(missing_ok=True)
@@ -116,15 +125,15 @@ class LocalTier:
         """Write or replace the rank's record of the attempt.
 
         A record that is known to be committed stays committed, even if a commit worker was stopped for a while and
-        writes an older state later.
+        writes an older state later. A guest's record never replaces one of this node.
         """
         with self.locked():
             path = self.root / "records" / _hash(record.source, f"{record.attempt}/{record.rank}")
             previous = _read_record(path)
-            if previous is not None and previous.committed and not record.committed:
-                record = previous
-            elif previous is not None:
-                record = msgspec.structs.replace(record, guest=record.guest and previous.guest)
+            if previous is not None and (
+                (previous.committed and not record.committed) or (record.guest and not previous.guest)
+            ):
+                return
             temporary = path.with_name(f".{secrets.token_hex(8)}")
             temporary.write_bytes(encode(record))
             os.replace(temporary, path)
