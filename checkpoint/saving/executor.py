@@ -162,6 +162,14 @@ class SaveExecutor:
         return local_tier
 
     def _commit_through_tier(self, save: StagedSave, local_tier: LocalTier) -> dict[str, object]:
+        """Commit in this process, with the tier before the store. A step whose upload failed counts as kept."""
+        try:
+            return self._upload_through_tier(save, local_tier)
+        except BaseException:
+            self.kept_steps.add_failed(local_tier, self._store.location.url, save.plan)
+            raise
+
+    def _upload_through_tier(self, save: StagedSave, local_tier: LocalTier) -> dict[str, object]:
         """Commit in this process, with the tier before the store.
 
         If the bases had no chunk of an earlier step, the next ones are kept without bases and uploaded from the tier.

@@ -132,7 +132,9 @@ def open_tier_save(
 
 
 class KeptSteps:
-    """The steps that this process keeps in the tier only. Thread-safe.
+    """The steps that this process keeps in the tier only, and those whose upload failed. Thread-safe.
+
+    Otherwise the tier would be full of old steps when the store has been unreachable for a while.
 
     `more`: how many of them stay in addition to the tier's `steps`. A step that another process holds, because it sends
     it to the buddy or to the store, stays too.
@@ -146,11 +148,19 @@ class KeptSteps:
         """Add a step, and remove the oldest ones. An error of the disk is ignored: the next call tries again."""
         with self._lock:
             self._records.append(record)
+            self._records.sort(key=lambda each: each.place)  # an upload may fail after newer steps were kept
             surplus = self._records[: -(local_tier.limits.steps + self._more)]
             if not surplus:
                 return
             with contextlib.suppress(OSError):
                 self._records[: len(surplus)] = local_tier.forget_unchanged(surplus)
+
+    def add_failed(self, local_tier: LocalTier, url: str, plan: PutPlan) -> None:
+        """Add the step of a plan whose upload failed, if the tier has this rank's part."""
+        with contextlib.suppress(OSError):
+            for record in local_tier.records(url, plan.run):
+                if (record.attempt, record.rank) == (plan.attempt, plan.rank) and not record.committed:
+                    self.add(local_tier, record)
 
     def clear(self) -> None:
         """Remove no step that was added before, because another process may now depend on it."""
