@@ -7,6 +7,7 @@ Failure behaviour: `close` raises the first error of a failed save that was not 
 from __future__ import annotations
 
 import os
+import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -91,25 +92,32 @@ class OpenRun:
     def close(self, timeout: float | None = None) -> None:
         """Wait for saves in flight, then release everything. Does nothing in a forked child.
 
-        With `uploads="newest"`, the last step is uploaded if only the node's tier has it. Call it on all ranks then.
+        With `uploads="newest"`, the last step is uploaded if only the node's tier has it. Call it on all ranks then. If
+        an error ends the `with` block of one of several ranks, that rank uploads nothing: the next restore does.
 
         Args:
             timeout (float | None): Limit of the wait in seconds. Default: None, the checkpointer's `timeout`.
 
         Raises:
-            DeadlineError: A save is still in flight, or a version is not published yet.
+            DeadlineError: A save or the upload is still in flight, or a version is not published yet.
             HeadraceError: A save failed and no handle has raised its error.
         """
+        self._close(self._wait if timeout is None else timeout, uploads_last=True)
+
+    def _close(self, timeout: float, uploads_last: bool) -> None:
         if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
+        deadline = time.monotonic() + timeout
         try:
-            self._saves.wait_for_all(self._wait if timeout is None else timeout)
-            self._saver.upload_last()
+            self._saves.wait_for_all(timeout)
+            if uploads_last and (last := self._saver.upload_last()) is not None:
+                self._trackers.follow_save(*last)
+                self._saves.wait_for_all(max(deadline - time.monotonic(), 0.0))
             if self._publisher is not None:
-                self._publisher.close(self._wait if timeout is None else timeout)
+                self._publisher.close(timeout)
             if self._retention is not None:
-                self._retention.wait(self._wait if timeout is None else timeout)
+                self._retention.wait(timeout)
             self._saves.raise_unfetched()
         finally:
             if self._publisher is not None:
@@ -126,8 +134,10 @@ class OpenRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        # after an error, other ranks may not come here; then the step stays in the tiers, and a restore uploads it
+        is_usual = kind is None or issubclass(kind, SystemExit) or self._ranks.world_size == 1
         try:
-            self.close()
+            self._close(self._wait, uploads_last=is_usual)
         except Exception as second:
             if error is None:
                 raise

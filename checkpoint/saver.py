@@ -402,7 +402,11 @@ class Saver:
                 name.withdraw(error)
             self._failed(save.plan, handle, error)
             return
-        waits = {"stall": handle.stall, "wait_seconds": handle.wait_seconds, "sliced": isinstance(copying, SlicedState)}
+        self._committed(save.plan, handle, result, sliced=isinstance(copying, SlicedState))
+
+    def _committed(self, put_plan: plan.PutPlan, handle: Handle, result: dict[str, object], *, sliced: bool) -> None:
+        """Report a commit, remove older steps, and set the handle's result."""
+        waits = {"stall": handle.stall, "wait_seconds": handle.wait_seconds, "sliced": sliced}
         saved = msgspec.convert(
             result | waits | {"committed_by": handle.committed_by, "diverged": handle.diverged}, SaveResult
         )
@@ -415,7 +419,7 @@ class Saver:
             self.upload_hint = saved.bytes_written / saved.seconds
         self._lineage.release()
         if self._description is not None:
-            self._description.stored(save.plan.description)
+            self._description.stored(put_plan.description)
         if self._retention is not None:
             self._retention.committed()
         handle.set_result(saved)  # last: the caller may close the store as soon as it is set
@@ -428,16 +432,29 @@ class Saver:
         handle.fetched = True
         handle.set_error(not_uploaded(handle.step))
 
-    def upload_last(self) -> None:
-        """Upload and commit the last step, if it was only kept in the tier. All ranks call it, after all saves ended."""
+    def upload_last(self) -> tuple[Handle, step_metadata.Metadata] | None:
+        """Start to upload the last step, if it was only kept in the tier; returns its new handle and its metadata.
+
+        All ranks call it, after all saves ended.
+        """
         last, self._last_local = self._last_local, None
         if last is None or last.attempt != self._newest_attempt:
+            return None
+        handle = Handle(last.step, last.attempt)
+        handle.set_kept()
+        self._saves.add(handle)
+        threading.Thread(target=self._upload_last, args=(last, handle), name=f"headrace-save-{last.step}").start()
+        return handle, step_metadata.given(last.metadata)
+
+    def _upload_last(self, last: plan.PutPlan, handle: Handle) -> None:
+        """Upload a kept step, and set the handle's result or error. Runs in a thread."""
+        peers = self._peers
+        try:
+            result = self._executor.commit_kept(last, peers.failed_ranks if peers is not None else commit.no_failed_ranks)
+        except BaseException as error:
+            self._failed(last, handle, error)
             return
-        self._executor.commit_kept(last)
-        metrics.checkpoint_saves.labels("committed").inc()
-        self._lineage.release()
-        if self._retention is not None:
-            self._retention.committed()
+        self._committed(last, handle, result, sliced=False)
 
     def _described(self, save: StagedSave, handle: Handle | None) -> StagedSave:
         """The save with the description of the run, and with the stall of `handle`.

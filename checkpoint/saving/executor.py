@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.checkpoint.format.chunking import digest
@@ -146,12 +146,30 @@ class SaveExecutor:
         save.kept()
         self.kept_steps.add(local_tier, record)
 
-    def commit_kept(self, plan: PutPlan) -> dict[str, object]:
-        """Upload and commit a step that `keep` has kept."""
+    def commit_kept(
+        self, plan: PutPlan, failed_ranks: commit.FailedRanks = commit.no_failed_ranks
+    ) -> dict[str, object]:
+        """Upload and commit a step that `keep` has kept. `failed_ranks`: see `StagedSave`."""
         local_tier = self._find_tier()
         if local_tier is None:
             raise NotFoundError(f"step {plan.step} is not uploaded: the node's sidecar reports no local tier")
-        return commit_kept(plan, store=self._store, local_tier=local_tier, clock=self._clock)
+        return self._upload_kept(plan, local_tier, failed_ranks)
+
+    def _upload_kept(
+        self, plan: PutPlan, local_tier: LocalTier, failed_ranks: commit.FailedRanks
+    ) -> dict[str, object]:
+        try:
+            return commit_kept(
+                plan,
+                store=self._store,
+                local_tier=local_tier,
+                failed_ranks=_without_abort(failed_ranks, plan),
+                clock=self._clock,
+            )
+        except FinalError:
+            raise
+        except TransientError as error:
+            raise local_only_error(error, plan.step) from error
 
     def _find_tier(self) -> LocalTier | None:
         """The node's tier. It is looked up for each save, because the sidecar may start or stop."""
@@ -202,18 +220,7 @@ class SaveExecutor:
             release()
         kept = self._clock.monotonic() - began
         save.kept()
-        try:
-            result = commit_kept(
-                save.plan,
-                store=self._store,
-                local_tier=local_tier,
-                failed_ranks=save.failed_ranks,
-                clock=self._clock,
-            )
-        except FinalError:
-            raise
-        except TransientError as error:
-            raise local_only_error(error, save.plan.step) from error
+        result = self._upload_kept(save.plan, local_tier, save.failed_ranks)
         return result | {"kept": kept, "seconds": self._clock.monotonic() - began}
 
     def _commit_anywhere(self, save: StagedSave) -> dict[str, object]:
@@ -277,6 +284,7 @@ class SaveExecutor:
         if the caller has found it already.
         """
         release, is_released = (save.abandon if shared else save.give_back), False
+        through_tier = local_tier is not None
         progress = ProgressFile(None)
 
         def emit(event: Event) -> None:
@@ -291,6 +299,8 @@ class SaveExecutor:
                     local_tier = stack.enter_context(node_tier(self._sidecar_name)).local_tier
                 store = self._store if save.through is None else save.through(self._store)
                 failed_ranks = commit.no_failed_ranks if shared else save.failed_ranks
+                if through_tier:
+                    failed_ranks = _without_abort(failed_ranks, save.plan)
                 result = commit_staged(
                     save.view(),
                     save.plan,
@@ -428,6 +438,25 @@ class SaveExecutor:
 
 def _nothing() -> None:
     pass
+
+
+def _without_abort(failed_ranks: commit.FailedRanks, plan: PutPlan) -> commit.FailedRanks:
+    """As `failed_ranks`, but raise for a rank that is missing a second time. Its part may be in a tier.
+
+    The attempt is then not aborted, and a restore can still commit the step.
+    """
+    before = ""
+
+    def failed(ranks: Sequence[int]) -> str:
+        nonlocal before
+        lost = failed_ranks(ranks)
+        if len(ranks) < plan.world_size:  # otherwise it is no question about missing ranks
+            if lost and lost == before:
+                raise TransientError(f"step {plan.step} is not committed: {lost}", hint="start the ranks again")
+            before = lost
+        return lost
+
+    return failed
 
 
 class _ArenaOwner:

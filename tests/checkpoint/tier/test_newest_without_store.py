@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +14,17 @@ import torch
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.tier.saving import LocalOnlyError
-from headrace.dataio.core.errors import TransientError
+from headrace.checkpoint.trackers.events import CommittedStep, Tracker
+from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.local_tier.records import TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.test_sidecar import Daemon
+from tests.support import nursery
 from tests.support.local_tier import Counting
+from tests.support.ranks import launch, meeting
+from tests.support.waiting import wait_for
 
 STEP_BYTES, BUDGET = 4 * MIB, 80 * MIB
 
@@ -57,3 +64,99 @@ def test_while_the_store_is_unreachable_the_tier_has_the_newest_steps(daemon: Da
     with Checkpointer(tmp_path / "store", run="exp", sidecar=daemon.socket) as successor:
         assert successor.restore(found) == last
     assert torch.equal(found["w"], state(last)["w"])
+
+
+def test_close_waits_for_the_upload_of_the_last_step_no_longer_than_told(daemon: Daemon, tmp_path: Path) -> None:
+    store, gate = Counting(open_store(tmp_path / "store")), threading.Event()
+
+    def hold(operation: str, _key: str) -> None:
+        if operation == "put_multipart":
+            assert gate.wait(60)
+
+    checkpointer = Checkpointer(store, run="exp", sidecar=daemon.socket, uploads="newest", timeout=60)
+    store.before = hold
+    first = checkpointer.save(1, state(1))
+    assert first.wait_kept(60)
+    assert checkpointer.save(2, state(2)).wait_kept(60)
+    store.before = lambda _operation, _key: None
+    gate.set()
+    first.result(60)
+    gate.clear()
+    store.before = hold
+    with pytest.raises(DeadlineError, match=r"step 2 is still in flight after 0\.\d+ s"):
+        checkpointer.close(timeout=0.5)
+    gate.set()
+    wait_for(lambda: committed_steps(tmp_path) == [1, 2])
+
+
+def test_close_says_that_the_tier_has_the_last_step_if_the_store_does_not_take_it(
+    daemon: Daemon, tmp_path: Path
+) -> None:
+    store, gate = Counting(open_store(tmp_path / "store")), threading.Event()
+    store.before = lambda operation, _key: operation != "put_multipart" or gate.wait(60)  # type: ignore[assignment]
+    checkpointer = Checkpointer(store, run="exp", sidecar=daemon.socket, uploads="newest", timeout=60)
+    first = checkpointer.save(1, state(1))
+    assert first.wait_kept(60)
+    assert checkpointer.save(2, state(2)).wait_kept(60)
+    gate.set()
+    first.result(60)
+    store.before = unreachable
+    with pytest.raises(LocalOnlyError, match="step 2 is not committed, but kept in this node's tier: the store is away"):
+        checkpointer.close()
+    found = state(0)
+    with Checkpointer(tmp_path / "store", run="exp", sidecar=daemon.socket) as successor:
+        assert successor.restore(found) == 2
+    assert torch.equal(found["w"], state(2)["w"])
+
+
+def test_the_last_step_reaches_the_trackers(daemon: Daemon, tmp_path: Path) -> None:
+    store, gate, tracker = Counting(open_store(tmp_path / "store")), threading.Event(), Recording()
+    store.before = lambda operation, _key: operation != "put_multipart" or gate.wait(60)  # type: ignore[assignment]
+    with Checkpointer(store, run="exp", sidecar=daemon.socket, uploads="newest", trackers=[tracker]) as checkpointer:
+        for step in (1, 2, 3):
+            assert checkpointer.save(step, state(step), metadata={"loss": step / 2}).wait_kept(60)
+        gate.set()
+    assert tracker.seen == [(1, {"loss": 0.5}), (3, {"loss": 1.5})]
+
+
+class Recording(Tracker):
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, dict[str, object]]] = []
+
+    def committed(self, step: CommittedStep) -> None:
+        self.seen.append((step.step, dict(step.metadata)))
+
+
+def test_a_rank_that_is_killed_is_not_waited_for_and_its_kept_step_is_not_lost(daemon: Daemon, tmp_path: Path) -> None:
+    """Rank 1 was killed before it uploaded anything, but the tier has its parts of two steps."""
+    arguments = (str(tmp_path / "store"), daemon.socket)
+    with meeting(2) as place:
+        running = [
+            nursery.start("tests.support.newest_rank_lost", "killed", *arguments, **place, RANK=str(rank))
+            for rank in (0, 1)
+        ]
+        try:
+            output = [process.communicate(timeout=170) for process in running]
+        finally:
+            for process in running:
+                process.kill()
+    assert [process.returncode for process in running] == [0, -signal.SIGKILL], output
+    (line,) = [json.loads(text) for text in output[0][0].splitlines() if text.startswith("{")]
+    assert line["outcome"].startswith("LocalOnlyError: step 1 is not committed, but kept in this node's tier")
+    assert "the process of rank 1 has ended" in line["outcome"]
+    restored = launch(2, "tests.support.newest_rank_lost", "restore", *arguments)
+    assert restored == [[{"step": 2, "same": True}]] * 2
+
+
+def test_a_rank_that_ends_by_an_error_does_not_wait_for_the_others(daemon: Daemon, tmp_path: Path) -> None:
+    arguments = (str(tmp_path / "store"), daemon.socket)
+    ranks = launch(2, "tests.support.newest_rank_lost", "raises", *arguments)
+    assert ranks[1] == [{"outcome": "ValueError: training has failed"}]
+    assert "the process of rank 1 has ended" in ranks[0][0]["outcome"]
+    restored = launch(2, "tests.support.newest_rank_lost", "restore", *arguments)
+    assert restored == [[{"step": 2, "same": True}]] * 2
+
+
+def committed_steps(tmp_path: Path) -> list[int]:
+    with Checkpointer(tmp_path / "store", run="exp", sidecar=None) as checkpointer:
+        return checkpointer.steps()
