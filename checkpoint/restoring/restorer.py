@@ -222,8 +222,9 @@ class Restorer:
             with self._ranks.agreed(number):
                 selection = prepare()
                 tier = stack.enter_context(node_tier(self._sidecar))
-                tier.send(self._store, names.check_run(run))
+                sent = tier.send(self._store, names.check_run(run))
                 reader = self._reader(tier)
+            tier.add_unfinished(self._ranks.gather(sent))
             # from here on, steps that were only in the local tiers of nodes are also in the store
             found_here = self._finder(stack, run, step, tier, reader, required)
             opened = open_found(run, number, found_here, self._ranks)

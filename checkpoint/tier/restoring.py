@@ -20,7 +20,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import commit, group_commit
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.commit import Attempt
+from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, Wait, WriteCommit
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.tier.saving import mark_committed, may_hold, open_local_tier
 from headrace.dataio.core.errors import (
@@ -77,6 +77,8 @@ class NodeTier:
     def __init__(self, sidecar: Sidecar | None) -> None:
         self._sidecar, self._buddy = sidecar, False
         self.local_tier = self._open()
+        self.unfinished: list[Attempt] = []
+        """What `send` returned, on any of the nodes that `add_unfinished` was told of."""
 
     def reader(self, store: Store) -> Store:
         """`store`, read through the tier."""
@@ -95,17 +97,25 @@ class NodeTier:
             warn_first(_log, "node", "could not fetch %s from the buddy: %s", key, error)
             return False
 
-    def send(self, store: Store, run: str) -> None:
-        """Fetch the buddy's records, then send unfinished attempts. All ranks call it before a step is looked up."""
+    def send(self, store: Store, run: str) -> bytes:
+        """Fetch the buddy's records, then send unfinished attempts. All ranks call it before a step is looked up.
+
+        Returns a message with these attempts for `add_unfinished`.
+        """
         if self.local_tier is not None:
             self.recall(store.location.url, "")
-            send_unfinished(store, self.local_tier, run, self.recall)
+            self.unfinished = send_unfinished(store, self.local_tier, run, self.recall)
+        return msgspec.msgpack.encode(self.unfinished)
+
+    def add_unfinished(self, messages: Iterable[bytes]) -> None:
+        """Take over the attempts that the ranks of all nodes have sent. The node of rank 0 may have no part of them."""
+        sent = [each for message in messages for each in msgspec.msgpack.decode(message, type=list[Attempt])]
+        self.unfinished = list(dict.fromkeys(sent))
 
     def find(self, store: Store, run: str, step: int | str | Base) -> Found | None:
-        """The step to restore; None if the run has none. One rank calls it after all ranks have called `send`."""
+        """The step to restore; None if the run has none. Rank 0 calls it after all ranks have called `send`."""
         try:
-            if self.local_tier is not None:
-                commit_unfinished(store, self.local_tier, run)
+            commit_unfinished(store, self.local_tier, self.unfinished)
             base = repository.find(store, run, step)
             return None if base is None else Found(base)
         except TransientError:
@@ -171,39 +181,39 @@ def log_sources(reader: Store, step: int) -> None:
         _log.info("restored step %d: %s", step, read)
 
 
-def send_unfinished(store: Store, local_tier: LocalTier, run: str, recall: FetchFromBuddy) -> None:
+def send_unfinished(store: Store, local_tier: LocalTier, run: str, recall: FetchFromBuddy) -> list[Attempt]:
     """Upload the objects of unfinished attempts that this node's tier has and the store lacks. All ranks call it.
 
     The newest attempt comes first. If the tier has the parts of all its ranks and they are sent, older ones are not.
+    Returns the attempts that may become a step.
     """
-    until = time.monotonic() + TURN_SECONDS
+    until, attempts = time.monotonic() + TURN_SECONDS, dict[Attempt, None]()
     for _, group in itertools.groupby(unfinished(local_tier, store.location.url, run), lambda record: record.attempt):
         records, sent = list(group), 0
         for record in records:
             with (
                 _logged(f"step {record.step} of run {run}, which only the tier has, could not be sent"),
                 _one_sender(local_tier, until),
+                local_tier.hold(record.attempt),
             ):
                 if _is_committable(store, local_tier, record):
+                    attempts[attempt_of(record)] = None
                     _send(store, local_tier, record, recall)
                     sent += 1
         if sent == records[0].world_size:
-            return
+            break
+    return list(attempts)
 
 
-def commit_unfinished(store: Store, local_tier: LocalTier, run: str) -> None:
-    """Commit the newest attempt that is now complete in the store.
+def commit_unfinished(store: Store, local_tier: LocalTier | None, attempts: Iterable[Attempt]) -> None:
+    """Commit the newest of the attempts that is now complete in the store.
 
-    One rank calls it after all ranks have called `send_unfinished`.
+    One rank calls it after all ranks have called `send_unfinished`, with the attempts that any of them returned.
     """
-    tried = set[str]()
-    for record in unfinished(local_tier, store.location.url, run):
-        if record.attempt in tried:
-            continue
-        tried.add(record.attempt)
-        with _logged(f"step {record.step} of run {run}, which only the tier has, could not be committed"):
-            if _is_committable(store, local_tier, record) and _commit(store, local_tier, record):
-                _log.warning("step %d of run %s was committed from the node's tier", record.step, run)
+    for attempt in sorted(attempts, key=lambda each: (each.timeline, each.step, each.id), reverse=True):
+        with _logged(f"{attempt}, which only the tier has, could not be committed"):
+            if _commit(store, local_tier, attempt):
+                _log.warning("%s was committed from the node's tier", attempt)
                 return
 
 
@@ -222,12 +232,12 @@ def _is_committable(store: Store, local_tier: LocalTier, record: Record) -> bool
     Updates the record if it is committed or over.
     """
     attempt = attempt_of(record)
-    old = time.time() - record.created > STALE_SECONDS
-    committed = commit.recognise(store, attempt)
-    if committed is not None and committed.commits(attempt.id):
-        mark_committed(store, local_tier, record, committed.committed)
+    action = commit.decide(attempt, commit.look(store, attempt, lease_alive=True))
+    if isinstance(action, Committed | WriteCommit):
+        if (committed := commit.recognise(store, attempt)) is not None and committed.commits(attempt.id):
+            mark_committed(store, local_tier, record, committed.committed)
         return False
-    if old or isinstance(commit.decide(attempt, commit.look(store, attempt, lease_alive=True)), commit.Stop):
+    if isinstance(action, Stop) or time.time() - record.created > STALE_SECONDS:
         _mark_over(local_tier, record)
         return False
     latest = repository.find(store, record.run, "latest")
@@ -236,8 +246,9 @@ def _is_committable(store: Store, local_tier: LocalTier, record: Record) -> bool
 
 def _send(store: Store, local_tier: LocalTier, record: Record, recall: FetchFromBuddy) -> None:
     manifest, encoded = _manifest_of(local_tier, record, recall)
-    with _lease(store, record, manifest.bases) as lease:
-        _require_bases(store, local_tier, record, manifest.bases)
+    attempt = attempt_of(record)
+    with _over_after_conflict(local_tier, [record]), _lease(store, attempt, manifest.bases) as lease:
+        _require_bases(store, attempt, manifest.bases)
         for key in (pack.key for pack in manifest.packs if pack.attempt == record.attempt):
             if not store.exists(key):  # the manifest's packs; another worker than the record's may have written them
                 _require_in_tier(local_tier, record, key, recall)
@@ -246,25 +257,24 @@ def _send(store: Store, local_tier: LocalTier, record: Record, recall: FetchFrom
         store.put_if_absent(record.own[-1], encoded)
 
 
-def _commit(store: Store, local_tier: LocalTier, record: Record) -> bool:
-    attempt = attempt_of(record)
-    ranks = commit.look(store, attempt, lease_alive=True).manifests
-    if len(ranks) < attempt.world_size:
-        return False
-    bases = _bases_of_all(store, attempt)
-    with _lease(store, record, bases) as lease:
-        _require_bases(store, local_tier, record, bases)
-        try:
+def _commit(store: Store, local_tier: LocalTier | None, attempt: Attempt) -> bool:
+    """Commit the attempt if all its manifests are in the store. Updates this node's records of it."""
+    records = local_tier.records(store.location.url, attempt.run) if local_tier is not None else []
+    own = [record for record in records if record.attempt == attempt.id]
+    with _over_after_conflict(local_tier, own):
+        action = commit.decide(attempt, commit.look(store, attempt, lease_alive=True))
+        if isinstance(action, Stop | Wait):
+            return False
+        bases = _bases_of_all(store, attempt)
+        with _lease(store, attempt, bases) as lease:
+            _require_bases(store, attempt, bases)
             committed = group_commit.finish_alone(store, attempt, lease)
-        except ConflictError:
-            _mark_over(local_tier, record)
-            raise
-        lease.release()
-        # the step is committed, so the leases of its other processes are not needed either
-        store.delete_many([info.key for info in store.list(names.leases_of(attempt.id))])
-    for other in local_tier.records(record.source, record.run):
-        if other.attempt == record.attempt:
-            mark_committed(store, local_tier, other, committed.committed)
+            lease.release()
+            # the step is committed, so the leases of its other processes are not needed either
+            store.delete_many([info.key for info in store.list(names.leases_of(attempt.id))])
+    for record in own:
+        assert local_tier is not None
+        mark_committed(store, local_tier, record, committed.committed)
     return True
 
 
@@ -301,27 +311,36 @@ def _verified(local_tier: LocalTier, source: str, key: str) -> Iterator[memoryvi
     return checked(local_tier, entry.label)
 
 
-def _require_bases(store: Store, local_tier: LocalTier, record: Record, bases: Sequence[Base]) -> None:
+def _require_bases(store: Store, attempt: Attempt, bases: Sequence[Base]) -> None:
     """Check that the bases still exist. The lease must protect them already."""
     pending = repository.pending_deletes(store)
     for base in bases:
-        at = base.of(record.run)
+        at = base.of(attempt.run)
         if not repository.is_committed(store, at.run, base) or (at.run, at.timeline, at.step) in pending:
-            _mark_over(local_tier, record)
-            raise ConflictError(
-                f"step {record.step} cannot be committed: retention removed step {base.step}, which it references"
-            )
+            raise ConflictError(f"{attempt} cannot be committed: retention removed step {base.step}, which it references")
 
 
-def _lease(store: Store, record: Record, bases: Sequence[Base]) -> LeaseKeeper:
+def _lease(store: Store, attempt: Attempt, bases: Sequence[Base]) -> LeaseKeeper:
     """A lease on the attempt with a key of this process.
 
     A saver on another node may still hold a lease that names other bases.
     """
     holder = os.urandom(4).hex()
     return LeaseKeeper(
-        store, record.attempt, run=record.run, timeline=record.timeline, step=record.step, bases=bases, holder=holder
+        store, attempt.id, run=attempt.run, timeline=attempt.timeline, step=attempt.step, bases=bases, holder=holder
     )
+
+
+@contextlib.contextmanager
+def _over_after_conflict(local_tier: LocalTier | None, records: Iterable[Record]) -> Iterator[None]:
+    """Mark the records as over if the block raises `ConflictError`."""
+    try:
+        yield
+    except ConflictError:
+        for record in records:
+            assert local_tier is not None
+            _mark_over(local_tier, record)
+        raise
 
 
 def _mark_over(local_tier: LocalTier, record: Record) -> None:

@@ -2,7 +2,8 @@
 
 The store takes no pack until both ranks have kept two steps. HOW is "killed": rank 1 is killed then, and rank 0 closes. Or
 "raises": rank 1 leaves the block of the checkpointer by an error, and rank 0 is still training. Each rank prints how its
-checkpointer was closed. They would wait much longer than the test. With "restore", each rank prints the step it restored.
+checkpointer was closed. They would wait much longer than the test. With "restore", each rank prints the step it restored;
+with "restore-from-others", rank 0 is on a node without a tier.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ def train(checkpointer: Checkpointer, how: str) -> None:
         dist.barrier()  # until rank 1 has left its block
 
 
-def restore(url: str, socket: str) -> None:
+def restore(url: str, socket: str, has_tier: bool) -> None:
     found = state(0)
-    with Checkpointer(url, run="exp", sidecar=socket) as checkpointer:
+    with Checkpointer(url, run="exp", sidecar=socket if has_tier else None) as checkpointer:
         step = checkpointer.restore(found)
     same = step is not None and torch.equal(found["own"], state(step)["own"])  # type: ignore[call-overload]
     print(json.dumps({"step": step, "same": same}), flush=True)
@@ -51,8 +52,8 @@ def restore(url: str, socket: str) -> None:
 
 @in_group
 def main(how: str, url: str, socket: str) -> None:
-    if how == "restore":
-        restore(url, socket)
+    if how.startswith("restore"):
+        restore(url, socket, has_tier=how == "restore" or dist.get_rank() > 0)
         return
     outcome = "closed"
     try:

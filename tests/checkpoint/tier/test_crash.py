@@ -51,8 +51,8 @@ def test_what_a_killed_worker_left_is_finished_or_absent(tmp_path: Path, point: 
         assert done.returncode == -9, done.stderr
         assert mark.read_text() == point + "\n"
         assert any(r.step == 2 for r in tier.records()) == (point in KEPT)
-        restoring.send_unfinished(store, tier, RUN, lambda _source, _key: False)
-        restoring.commit_unfinished(store, tier, RUN)
+        sent = restoring.send_unfinished(store, tier, RUN, lambda _source, _key: False)
+        restoring.commit_unfinished(store, tier, sent)
         found = latest(store)
         assert found is not None
         assert found.step == (2 if point in KEPT else 1)

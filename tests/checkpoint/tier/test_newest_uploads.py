@@ -156,6 +156,21 @@ def test_a_successor_restores_the_newest_kept_step(open_one: Opens, gate: thread
         gate.set()
 
 
+def test_a_restore_of_a_kept_step_makes_few_requests(open_one: Opens, gate: threading.Event) -> None:
+    first, store = open_one()
+    with first:
+        first.save(1, state(1)).result(60)
+        hold_packs(store, gate)
+        for step in (2, 3, 4):
+            assert first.save(step, state(step)).wait_kept(60)
+        second, sees = open_one()
+        with second:
+            assert second.restore(state(0)) == 4
+            requests = len(sees.calls)
+        gate.set()
+    assert requests <= 52
+
+
 def test_all_ranks_keep_the_same_steps_and_upload_the_last_one(daemon: Daemon, tmp_path: Path) -> None:
     ranks = launch(2, "tests.support.newest_ranks", str(tmp_path / "store"), daemon.socket)
     assert ranks == [[{"local": [False, True, True]}, {"steps": [1, 3]}]] * 2

@@ -197,8 +197,8 @@ def test_a_store_that_goes_away_in_the_middle_leaves_what_a_restore_finishes(rem
         saved(remote, tier, step=2, seed=2, base=first)
     assert fired
     remote.before = lambda _operation, _key: None
-    restoring.send_unfinished(remote, tier, RUN, lambda _source, _key: False)
-    restoring.commit_unfinished(remote, tier, RUN)
+    sent = restoring.send_unfinished(remote, tier, RUN, lambda _source, _key: False)
+    restoring.commit_unfinished(remote, tier, sent)
     found = latest(remote)
     assert found is not None
     assert found.step == 2
@@ -221,8 +221,8 @@ def unfinished(remote: Counting, tier: LocalTier, *, step: int = 2, bases: tuple
 
 
 def try_to_finish(remote: Store, tier: LocalTier) -> None:
-    restoring.send_unfinished(remote, tier, RUN, lambda _source, _key: False)
-    restoring.commit_unfinished(remote, tier, RUN)
+    sent = restoring.send_unfinished(remote, tier, RUN, lambda _source, _key: False)
+    restoring.commit_unfinished(remote, tier, sent)
 
 
 def test_a_worker_that_takes_over_sends_what_only_the_tier_has(
