@@ -27,7 +27,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 
 import xxhash
@@ -155,6 +155,7 @@ class WriteThroughTier(Wrapper):
         super().__init__(inner)
         self._tier, self._keeps = tier, keeps
         self._source, self._sent = inner.location.url, list[Future[int]]()
+        self._written = list[str]()
         self._exit_stack = ExitStack()
         self._pool = self._exit_stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="headrace-send"))
         self.whole = True
@@ -188,6 +189,7 @@ class WriteThroughTier(Wrapper):
             label = writer.commit()
         except OSError as error:
             return self._fall_back(writer, key, [], log, error)
+        self._written.append(key)
         if self.send:
             self._sent.append(self._pool.submit(self.send_to_store, label, log))
         return label.size
@@ -209,10 +211,17 @@ class WriteThroughTier(Wrapper):
         warn_once(_log, message, "node")
 
     def end(self) -> None:
-        """Cancel the sends that have not begun, and release the reservation."""
+        """Cancel the sends that have not begun, and release the reservation.
+
+        If the tier could not take all objects, it keeps none of them, because no record will name them.
+        """
         for future in self._sent:
             future.cancel()
         self._exit_stack.close()
+        if not self.whole:
+            with suppress(OSError):
+                for key in self._written:
+                    self._tier.drop(self._source, key)
 
     def __exit__(self, *_: object) -> None:
         self.end()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headrace.dataio.core import log
-from headrace.dataio.core.errors import CorruptionError, TransientError
+from headrace.dataio.core.errors import CapacityError, CorruptionError, TransientError
 from headrace.dataio.core.limits import MIB
 from headrace.dataio.store.base import Buffer, UploadLog
 from headrace.dataio.store.local_tier.records import TierLimits
@@ -181,6 +181,23 @@ def test_a_tier_that_vanishes_before_an_object_gets_its_name_is_done_without(rem
     assert remote.get("packs/1") == b"".join(parts(2 * MIB))
 
 
+def test_objects_of_a_save_that_the_tier_cannot_take_do_not_stay(remote: Counting, tmp_path: Path) -> None:
+    tier = local_tier(tmp_path, size=4 * MIB)
+    with WriteThroughTier(remote, tier, is_pack) as store:
+        for number, size in enumerate((2 * MIB, 3 * MIB, MIB)):
+            store.put_multipart(f"packs/{number}", parts(size))
+        assert store.put_if_absent("manifest", b"m")
+        assert not store.whole
+    assert [remote.get(f"packs/{n}") for n in (0, 1)] == [b"".join(parts(n * MIB)) for n in (2, 3)]
+    assert tier.used() == 0
+    with WriteThroughTier(remote, tier, is_pack) as store:
+        store.send = False
+        store.put_multipart("packs/3", parts(2 * MIB))
+        with pytest.raises(CapacityError):
+            store.put_multipart("packs/4", parts(3 * MIB))
+    assert tier.used() == 0
+
+
 def test_an_exception_from_the_parts_leaves_nothing(remote: Counting, tmp_path: Path) -> None:
     tier = local_tier(tmp_path)
 
@@ -212,11 +229,11 @@ def test_a_disk_that_is_really_full_is_done_without(
     with WriteThroughTier(remote, tier, is_pack) as store:
         store.put_multipart("packs/1", parts(2 * MIB))
         assert store.put_multipart("packs/2", parts(20 * MIB)) == 20 * MIB
+        assert tier.has(remote.location.url, "packs/1")
         assert store.put_if_absent("manifest", b"m")
     assert "No space left on device" in caplog.text
     assert remote.get("packs/2") == b"".join(parts(20 * MIB))
-    assert tier.has(remote.location.url, "packs/1")
-    assert not tier.has(remote.location.url, "packs/2")
+    assert tier.used() == 0
 
 
 def test_a_disk_that_is_really_read_only_is_done_without(remote: Counting, small_disk: Path) -> None:
