@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,6 +74,9 @@ _RETURN_SECONDS = 1.0
 _ABORT_SECONDS = 30.0
 """Seconds that closing waits for the thread that aborts an attempt, and for the thread that prepares the repository."""
 
+_KEPT_PLANS = 4
+"""The number of plans of kept steps that are remembered, to find the last one. Two such saves may end in any order."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
@@ -113,7 +117,7 @@ class Saver:
         self.staging = Staging(options.staging_bytes)
         self._optimizer_gate, self._planner = OptimizerGate(), SavePlanner()
         self._peers: Peers | None = None
-        self._last_local: plan.PutPlan | None = None
+        self._kept_plans = deque[plan.PutPlan](maxlen=_KEPT_PLANS)
         self._newest_attempt = ""
         self._aborting: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
@@ -428,7 +432,7 @@ class Saver:
         """Keep the step in the tier only. That is no failure, so the next save does not raise it."""
         self._executor.keep(save)
         metrics.checkpoint_saves.labels("kept").inc()
-        self._last_local = save.plan
+        self._kept_plans.append(save.plan)
         handle.fetched = True
         handle.set_error(not_uploaded(handle.step))
 
@@ -437,8 +441,8 @@ class Saver:
 
         All ranks call it, after all saves ended.
         """
-        last, self._last_local = self._last_local, None
-        if last is None or last.attempt != self._newest_attempt:
+        last = next((each for each in self._kept_plans if each.attempt == self._newest_attempt), None)
+        if last is None:
             return None
         handle = Handle(last.step, last.attempt)
         handle.set_kept()
@@ -450,7 +454,9 @@ class Saver:
         """Upload a kept step, and set the handle's result or error. Runs in a thread."""
         peers = self._peers
         try:
-            result = self._executor.commit_kept(last, peers.failed_ranks if peers is not None else commit.no_failed_ranks)
+            result = self._executor.commit_kept(
+                last, peers.failed_ranks if peers is not None else commit.no_failed_ranks
+            )
         except BaseException as error:
             self._failed(last, handle, error)
             return

@@ -155,9 +155,7 @@ class SaveExecutor:
             raise NotFoundError(f"step {plan.step} is not uploaded: the node's sidecar reports no local tier")
         return self._upload_kept(plan, local_tier, failed_ranks)
 
-    def _upload_kept(
-        self, plan: PutPlan, local_tier: LocalTier, failed_ranks: commit.FailedRanks
-    ) -> dict[str, object]:
+    def _upload_kept(self, plan: PutPlan, local_tier: LocalTier, failed_ranks: commit.FailedRanks) -> dict[str, object]:
         try:
             return commit_kept(
                 plan,

@@ -31,7 +31,7 @@ from headrace.checkpoint.format.documents import Base
 from headrace.checkpoint.format.manifest import Manifest
 from headrace.checkpoint.repository import commit, group_commit
 from headrace.checkpoint.repository import steps as repository
-from headrace.checkpoint.repository.commit import Attempt, Committed, Stop, Wait, WriteCommit
+from headrace.checkpoint.repository.commit import Attempt, Committed, FinalError, Stop, Wait, WriteCommit
 from headrace.checkpoint.repository.lease import LeaseKeeper
 from headrace.checkpoint.tier.saving import mark_committed, may_hold, open_local_tier
 from headrace.dataio.core.errors import (
@@ -44,7 +44,7 @@ from headrace.dataio.core.errors import (
 )
 from headrace.dataio.core.files import file_lock
 from headrace.dataio.core.limits import format_bytes
-from headrace.dataio.core.log import get_logger, warn_first
+from headrace.dataio.core.log import get_logger, warn_first, warn_once
 from headrace.dataio.sidecar.client import Sidecar
 from headrace.dataio.sidecar.connection import SidecarName
 from headrace.dataio.store.base import Store
@@ -59,8 +59,8 @@ TURN_SECONDS = 600.0
 _POLL = 0.1
 STALE_SECONDS = 5 * 24 * 3600.0
 """Older attempts count as over, because a collector may remove their packs when they are a week old."""
-_CANDIDATES = 4
-"""The maximum number of unfinished attempts of one run that are tried, newest first."""
+_CANDIDATES, _LOOKS = 4, 32
+"""The maximum number of unfinished attempts of one run that are sent, newest first, and of those that are looked at."""
 _log = get_logger(__name__)
 
 
@@ -132,8 +132,14 @@ class NodeTier:
             return None
         if not isinstance(reported, dict) or not reported.get("directory"):
             return None
+        folder = Path(reported["directory"])
+        if not (folder / "records").is_dir():  # do not make another directory, which the sidecar would not see
+            warn_once(
+                _log, f"the sidecar's tier {folder} is not here: mount it in the trainer's container, too", "node"
+            )
+            return None
         self._buddy = bool(reported.get("buddy"))
-        return open_local_tier(Path(reported["directory"]), int(reported["budget_bytes"]), int(reported["steps"]))
+        return open_local_tier(folder, int(reported["budget_bytes"]), int(reported["steps"]))
 
 
 @contextlib.contextmanager
@@ -184,23 +190,26 @@ def log_sources(reader: Store, step: int) -> None:
 def send_unfinished(store: Store, local_tier: LocalTier, run: str, recall: FetchFromBuddy) -> list[Attempt]:
     """Upload the objects of unfinished attempts that this node's tier has and the store lacks. All ranks call it.
 
-    The newest attempt comes first. If the tier has the parts of all its ranks and they are sent, older ones are not.
+    The newest attempt comes first. If the tier has the parts of all its ranks and they are sent, older ones are not. Nor
+    are they if the store fails: a step that is committed instead of a newer one would replace it.
     Returns the attempts that may become a step.
     """
     until, attempts = time.monotonic() + TURN_SECONDS, dict[Attempt, None]()
     for _, group in itertools.groupby(unfinished(local_tier, store.location.url, run), lambda record: record.attempt):
         records, sent = list(group), 0
         for record in records:
-            with (
-                _logged(f"step {record.step} of run {run}, which only the tier has, could not be sent"),
-                _one_sender(local_tier, until),
-                local_tier.hold(record.attempt),
-            ):
-                if _is_committable(store, local_tier, record):
-                    attempts[attempt_of(record)] = None
-                    _send(store, local_tier, record, recall)
-                    sent += 1
-        if sent == records[0].world_size:
+            try:
+                with _one_sender(local_tier, until), local_tier.hold(record.attempt):
+                    if _is_committable(store, local_tier, record):
+                        attempts[attempt_of(record)] = None
+                        _send(store, local_tier, record, recall)
+                        sent += 1
+            except (HeadraceError, OSError) as error:
+                problem = f"step {record.step} of run {run}, which only the tier has, could not be sent"
+                warn_first(_log, "node", "%s: %s", problem, error)
+                if isinstance(error, TransientError) and not isinstance(error, FinalError):
+                    return list(attempts)
+        if sent == records[0].world_size or len(attempts) == _CANDIDATES:
             break
     return list(attempts)
 
@@ -223,7 +232,7 @@ def unfinished(local_tier: LocalTier, source: str, run: str) -> list[Record]:
     for record in local_tier.records(source, run):
         if not record.committed and not record.over:
             attempts.setdefault(record.attempt, []).append(record)
-    return [record for records in list(attempts.values())[:_CANDIDATES] for record in records]
+    return [record for records in list(attempts.values())[:_LOOKS] for record in records]
 
 
 def _is_committable(store: Store, local_tier: LocalTier, record: Record) -> bool:
@@ -317,7 +326,9 @@ def _require_bases(store: Store, attempt: Attempt, bases: Sequence[Base]) -> Non
     for base in bases:
         at = base.of(attempt.run)
         if not repository.is_committed(store, at.run, base) or (at.run, at.timeline, at.step) in pending:
-            raise ConflictError(f"{attempt} cannot be committed: retention removed step {base.step}, which it references")
+            raise ConflictError(
+                f"{attempt} cannot be committed: retention removed step {base.step}, which it references"
+            )
 
 
 def _lease(store: Store, attempt: Attempt, bases: Sequence[Base]) -> LeaseKeeper:

@@ -46,7 +46,7 @@ def restore(url: str, socket: str, has_tier: bool) -> None:
     found = state(0)
     with Checkpointer(url, run="exp", sidecar=socket if has_tier else None) as checkpointer:
         step = checkpointer.restore(found)
-    same = step is not None and torch.equal(found["own"], state(step)["own"])  # type: ignore[call-overload]
+    same = step is not None and torch.equal(found["own"], state(step)["own"])  # type: ignore[arg-type]
     print(json.dumps({"step": step, "same": same}), flush=True)
 
 

@@ -113,6 +113,7 @@ class TierService:
         try:
             if time.monotonic() - getattr(self, "_tidied", 0.0) > TIDY_SECONDS:
                 self._tidied = time.monotonic()
+                self.local_tier.create()  # a directory that was removed is a new, empty tier
                 self.local_tier.tidy()
                 if self._server is not None:
                     self._server.tidy()

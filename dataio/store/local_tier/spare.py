@@ -22,7 +22,6 @@ import secrets
 import time
 from pathlib import Path
 
-from headrace.dataio.core.files import private_directory
 from headrace.dataio.core.limits import MIB
 
 FILES = 4
@@ -32,10 +31,10 @@ SECONDS = 60.0
 
 
 class SpareFiles:
-    """The spare files of a tier, in `folder`, which is created if absent."""
+    """The spare files of a tier, in `folder`."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = private_directory(folder)
+        self._folder = folder
 
     def __bool__(self) -> bool:
         """Whether there is a file. The caller need not hold the lock."""

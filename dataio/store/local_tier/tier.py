@@ -4,7 +4,7 @@
     records/<hash>         `records.Record` in msgpack
     writing/<token>/       one writer's partial files, and its locked file `lock` with the bytes that it has reserved
     spare/                 files of removed objects, for the next ones (`spare`)
-    holds/<token>          an attempt whose step stays for now; locked by the process that needs it
+    holds/<hash>-<token>   the hash of an attempt whose step stays for now; locked by the process that needs it
     lock                   held while a process changes or counts the directory's content
 
 Invariants:
@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-import msgspec
 from blake3 import blake3
 
 from headrace.dataio.core.errors import CapacityError, CorruptionError, HeadraceError
@@ -61,11 +60,16 @@ class LocalTier:
     """The tier in the directory `root`, which is created if absent. Threads and processes may share it."""
 
     def __init__(self, root: Path, limits: TierLimits) -> None:
-        self.root, self.limits = private_directory(root), limits
-        for name in ("objects", "records", "writing", "holds"):
-            private_directory(root / name)
+        self.root, self.limits = root, limits
         self._spare = SpareFiles(root / "spare")
+        self.create()
         self._unneeded: dict[str, float] = {}  # name → first seen, by the monotonic clock
+
+    def create(self) -> None:
+        """Create the directories that are absent. `AccessDeniedError` if others may enter one."""
+        private_directory(self.root)
+        for name in ("objects", "records", "writing", "holds", "spare"):
+            private_directory(self.root / name)
 
     # objects
 
@@ -159,28 +163,29 @@ class LocalTier:
         Returns the records that are held (`hold`). They stay.
         """
         with self.locked():
-            held = self._held()
-            paths = [(r, self.root / "records" / _hash(r.source, f"{r.attempt}/{r.rank}")) for r in records]
-            self._forget([r for r, path in paths if r.attempt not in held and _read_record(path) == r])
-            return [r for r, _ in paths if r.attempt in held]
+            held, free = self._split_by_holds(list(records))
+            paths = ((r, self.root / "records" / _hash(r.source, f"{r.attempt}/{r.rank}")) for r in free)
+            self._forget([r for r, path in paths if _read_record(path) == r])
+            return held
 
     @contextlib.contextmanager
     def hold(self, attempt: str) -> Iterator[None]:
         """Keep the attempt's records and objects during the block, although newer steps make them surplus.
 
-        They are removed nevertheless if a save needs their space, and on request (`forget`).
+        They are removed nevertheless if a save needs their space, on request (`forget`), and if the disk takes no file.
         """
-        path = self.root / "holds" / secrets.token_hex(8)
-        with self.locked():
+        path = self.root / "holds" / f"{_hash('', attempt)}-{secrets.token_hex(4)}"
+        fd = -1
+        with contextlib.suppress(OSError), self.locked():
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(fd, attempt.encode())
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough, because a forked child may have the file open
-            os.close(fd)
+            if fd >= 0:
+                path.unlink(missing_ok=True)
+                fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a forked child may have the file open
+                os.close(fd)
 
     # space
 
@@ -255,23 +260,18 @@ class LocalTier:
                 (self.root / "objects" / name).unlink(missing_ok=True)
 
     def _remove_surplus(self) -> None:
-        held = self._held()
-        self._forget([r for r in removable_surplus(self.records(), self.limits.steps) if r.attempt not in held])
+        self._forget(self._split_by_holds(removable_surplus(self.records(), self.limits.steps))[1])
 
-    def _held(self) -> set[str]:
-        """The attempts that live processes hold. Files of dead ones are removed."""
-        held = set[str]()
+    def _split_by_holds(self, records: list[Record]) -> tuple[list[Record], list[Record]]:
+        """The records that live processes hold, and the others. Files of dead processes are removed."""
+        hashes = set[str]()
         for path in self._files("holds"):
-            with contextlib.suppress(FileNotFoundError):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                    path.unlink()
-                except BlockingIOError:
-                    held.add(os.read(fd, 1024).decode(errors="replace"))
-                finally:
-                    os.close(fd)
-        return held
+            if _is_locked(path):
+                hashes.add(path.name.partition("-")[0])
+            else:
+                path.unlink(missing_ok=True)
+        held = [r for r in records if _hash("", r.attempt) in hashes]
+        return held, [r for r in records if r not in held]
 
     def _forget(self, records: list[Record]) -> None:
         if not records:
@@ -312,6 +312,21 @@ class LocalTier:
 
 def _hash(source: str, key: str) -> str:
     return blake3(f"{source}\0{key}".encode()).hexdigest()[:40]
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a live process has an exclusive lock on the file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def _read_record(path: Path) -> Record | None:

@@ -13,11 +13,13 @@ import torch
 
 from headrace.checkpoint import Checkpointer
 from headrace.checkpoint.tier.saving import KeptSteps, LocalOnlyError
+from headrace.dataio.core import log
 from headrace.dataio.core.errors import NotFoundError, UsageError
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.test_sidecar import Daemon
 from tests.support.local_tier import Counting, local_tier, record
 from tests.support.ranks import launch
+from tests.support.waiting import wait_for
 
 Opens = Callable[..., tuple[Checkpointer, Counting]]
 
@@ -213,6 +215,26 @@ def test_a_step_that_cannot_be_kept_fails_and_the_next_one_is_uploaded(
         daemon.stop()
     assert "step 2 was not saved" in caplog.text
     assert committed_steps(tmp_path) == [1, 3]
+
+
+def test_a_trainer_without_the_sidecars_directory_makes_none_and_uploads_every_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container that mounts the sidecar's socket, but not its tier. The sidecar makes a directory again."""
+    log._logged.clear()
+    with tempfile.TemporaryDirectory(prefix="mr-") as folder:
+        daemon = Daemon(Path(folder))
+        daemon.start(HEADRACE_SIDECAR_TIER_DIR=f"{folder}/tier", HEADRACE_SIDECAR_TIER_BYTES="128MiB")
+        with Checkpointer(tmp_path / "store", run="exp", sidecar=daemon.socket, uploads="newest") as checkpointer:
+            shutil.move(f"{folder}/tier", f"{folder}/elsewhere")
+            assert checkpointer.save(1, state(1)).result(60).committed_by == "sidecar"
+            wait_for(lambda: Path(f"{folder}/tier/records").is_dir())
+            result = checkpointer.save(2, state(2)).result(60)
+            assert result.committed_by == "process"
+            assert result.kept is not None
+        daemon.stop()
+    assert "is not here: mount it in the trainer's container, too" in caplog.text
+    assert committed_steps(tmp_path) == [1, 2]
 
 
 def test_without_a_daemon_every_step_is_uploaded(open_one: Opens, tmp_path: Path) -> None:

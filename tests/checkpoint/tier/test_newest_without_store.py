@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from headrace.checkpoint import Checkpointer
-from headrace.checkpoint.tier.saving import LocalOnlyError
+from headrace.checkpoint.tier.saving import KeptSteps, LocalOnlyError
 from headrace.checkpoint.trackers.events import CommittedStep, Tracker
 from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.core.limits import MIB
-from headrace.dataio.store.local_tier.records import TierLimits
+from headrace.dataio.store.local_tier.records import Record, TierLimits
 from headrace.dataio.store.local_tier.tier import LocalTier
 from headrace.dataio.store.open import open_store
 from tests.checkpoint.test_sidecar import Daemon
@@ -102,12 +102,42 @@ def test_close_says_that_the_tier_has_the_last_step_if_the_store_does_not_take_i
     gate.set()
     first.result(60)
     store.before = unreachable
-    with pytest.raises(LocalOnlyError, match="step 2 is not committed, but kept in this node's tier: the store is away"):
+    with pytest.raises(
+        LocalOnlyError, match="step 2 is not committed, but kept in this node's tier: the store is away"
+    ):
         checkpointer.close()
     found = state(0)
     with Checkpointer(tmp_path / "store", run="exp", sidecar=daemon.socket) as successor:
         assert successor.restore(found) == 2
     assert torch.equal(found["w"], state(2)["w"])
+
+
+def test_close_uploads_the_last_step_although_an_earlier_one_was_kept_after_it(
+    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, gate, add, third = (
+        Counting(open_store(tmp_path / "store")),
+        threading.Event(),
+        KeptSteps.add,
+        threading.Event(),
+    )
+    store.before = lambda operation, _key: operation != "put_multipart" or gate.wait(60)  # type: ignore[assignment]
+
+    def late(self: KeptSteps, local_tier: LocalTier, record: Record) -> None:
+        assert record.step != 2 or third.wait(60)
+        add(self, local_tier, record)
+
+    monkeypatch.setattr(KeptSteps, "add", late)
+    with Checkpointer(store, run="exp", sidecar=daemon.socket, uploads="newest", timeout=60) as checkpointer:
+        assert checkpointer.save(1, state(1)).wait_kept(60)
+        second, last = (checkpointer.save(step, state(step)) for step in (2, 3))
+        assert second.local
+        assert last.local
+        assert last.wait(60)
+        assert not second.done
+        third.set()
+        gate.set()
+    assert committed_steps(tmp_path) == [1, 3]
 
 
 def test_the_last_step_reaches_the_trackers(daemon: Daemon, tmp_path: Path) -> None:

@@ -499,3 +499,51 @@ def test_keeping_a_step_asks_the_store_for_nothing(remote: Counting, tier: Local
     record = keep_staged(made.arena, made.plan, lambda _: None, store=remote, local_tier=tier)
     assert len(remote.calls) == before
     assert record in tier.records()
+
+
+def test_aborted_attempts_do_not_hide_an_older_complete_one(remote: Counting, tier: LocalTier) -> None:
+    saved(remote, tier)
+    whole = kept_by_all(remote, tier, step=2, ranks=2)
+    for step in range(3, 9):  # more than a restore sends
+        attempt = kept_by_all(remote, tier, step=step, ranks=2)
+        commit.abort(remote, commit.Attempt(RUN, 1, step, attempt, 2), "another rank failed")
+    try_to_finish(remote, tier)
+    assert latest(remote) == Base(1, 2, whole)
+
+
+def test_an_older_step_is_not_committed_while_the_store_does_not_take_the_newest_one(
+    remote: Counting, tier: LocalTier
+) -> None:
+    first = saved(remote, tier)
+    kept_by_all(remote, tier, step=2, ranks=2)
+    newest = kept_by_all(remote, tier, step=3, ranks=2)
+    refused: list[str] = []
+
+    def refuse_newest(operation: str, key: str) -> None:
+        if operation == "put_multipart" and newest in key:
+            refused.append(key)
+            raise TransientError("the store does not answer")
+
+    remote.before = refuse_newest
+    try_to_finish(remote, tier)
+    assert len(refused) == 1
+    assert latest(remote) == first
+    remote.before = lambda _operation, _key: None
+    try_to_finish(remote, tier)
+    assert latest(remote) == Base(1, 3, newest)
+
+
+def test_a_step_that_a_restore_sends_is_not_removed_meanwhile_by_its_trainer(remote: Counting, tier: LocalTier) -> None:
+    saved(remote, tier)
+    newest = kept_by_all(remote, tier, step=2, ranks=1)
+    removing: list[list[Record]] = []
+
+    def remove(operation: str, key: str) -> None:
+        if operation == "put_multipart":
+            removing.append(tier.forget_unchanged(r for r in tier.records() if r.attempt == newest))
+
+    remote.before = remove
+    try_to_finish(remote, tier)
+    assert [len(held) for held in removing] == [1]
+    assert latest(remote) == Base(1, 2, newest)
+    assert [r.step for r in tier.records()] == [2, 1]

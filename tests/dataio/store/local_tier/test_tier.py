@@ -278,8 +278,8 @@ def test_a_step_that_is_held_stays_until_its_space_is_needed_or_its_holder_ends(
     holder.__enter__()
     (file,) = (tier.root / "holds").iterdir()
     assert tier.forget_unchanged(tier.records()) != []
-    dead = tier.root / "holds" / "dead"
-    dead.write_text("A3")  # its process was killed: no process has a lock
+    dead = file.with_name(f"{file.name}0")
+    dead.touch()  # its process was killed: no process has a lock
     holder.__exit__(None, None, None)
     assert not file.exists()
     assert tier.forget_unchanged(tier.records()) == []
