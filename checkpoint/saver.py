@@ -119,6 +119,7 @@ class Saver:
         self._peers: Peers | None = None
         self._kept_plans = deque[plan.PutPlan](maxlen=_KEPT_PLANS)
         self._newest_attempt = ""
+        self._some_lack_tier = False
         self._aborting: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
         self.upload_hint = 0.0
@@ -237,11 +238,23 @@ class Saver:
         if self._peers is None and self._ranks.world_size > 1:
             probe = PeerProbe()
             self._peers = Peers(self._ranks.all(card(probe)), self._ranks.rank, probe)
+            if self._options.newest_only:
+                self._agree_on_tiers()
         return ticket, flat, extras
+
+    def _agree_on_tiers(self) -> None:
+        """Upload every step if a rank has no tier: otherwise that rank could not keep its part of the others."""
+        lacks_tier = self._executor.find_tier() is None
+        self._some_lack_tier = bool(self._ranks.maximum(bytes([lacks_tier]))[0])
+        if self._some_lack_tier and not lacks_tier:
+            warn_once(
+                _log, 'uploads="newest": the node of another rank has no local tier: every step is uploaded', "job"
+            )
 
     def _is_skipped(self) -> bool:
         """Whether the next step is only kept, because an earlier one is on its way to the store. Rank 0 decides it."""
-        return self._options.newest_only and self._executor.has_tier and self._saves.uploading
+        is_possible = self._options.newest_only and self._executor.has_tier and not self._some_lack_tier
+        return is_possible and self._saves.uploading
 
     def _compare_replicas(self, step: int, prepared: PreparedSave) -> tuple[str, ...]:
         """Names of replicated tensors that differ between ranks. The ranks concerned and rank 0 log them."""

@@ -115,7 +115,7 @@ class SaveExecutor:
     def commit_staged(self, save: StagedSave) -> dict[str, object]:
         """Commit the save and return its report. The arena is released as soon as possible."""
         try:
-            local_tier = self._find_tier() if self._through_tier else None
+            local_tier = self.find_tier() if self._through_tier else None
             result = self._commit_anywhere(save) if local_tier is None else self._commit_through_tier(save, local_tier)
         except BaseException:
             self.own_manifest = None
@@ -127,7 +127,7 @@ class SaveExecutor:
         """Keep the step in the node's tier only. The arena is released as soon as the tier has it."""
         save.handed_over("process")
         try:
-            local_tier = self._find_tier()
+            local_tier = self.find_tier()
             if local_tier is None:
                 raise NotFoundError(
                     f"step {save.plan.step} is not saved: the node's sidecar reports no local tier",
@@ -150,7 +150,7 @@ class SaveExecutor:
         self, plan: PutPlan, failed_ranks: commit.FailedRanks = commit.no_failed_ranks
     ) -> dict[str, object]:
         """Upload and commit a step that `keep` has kept. `failed_ranks`: see `StagedSave`."""
-        local_tier = self._find_tier()
+        local_tier = self.find_tier()
         if local_tier is None:
             raise NotFoundError(f"step {plan.step} is not uploaded: the node's sidecar reports no local tier")
         return self._upload_kept(plan, local_tier, failed_ranks)
@@ -169,7 +169,7 @@ class SaveExecutor:
         except TransientError as error:
             raise local_only_error(error, plan.step) from error
 
-    def _find_tier(self) -> LocalTier | None:
+    def find_tier(self) -> LocalTier | None:
         """The node's tier. It is looked up for each save, because the sidecar may start or stop."""
         local_tier = NodeTier(self._find()).local_tier if self._sidecar_name is not None else None
         self.has_tier = local_tier is not None

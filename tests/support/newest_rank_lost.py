@@ -3,7 +3,8 @@
 The store takes no pack until both ranks have kept two steps. HOW is "killed": rank 1 is killed then, and rank 0 closes. Or
 "raises": rank 1 leaves the block of the checkpointer by an error, and rank 0 is still training. Each rank prints how its
 checkpointer was closed. They would wait much longer than the test. With "restore", each rank prints the step it restored;
-with "restore-from-others", rank 0 is on a node without a tier.
+with "restore-from-others", rank 0 is on a node without a tier. With "lacks", rank 1 saves without a tier. Each rank prints
+which of five saves were only kept, and the steps of the run.
 """
 
 from __future__ import annotations
@@ -50,8 +51,23 @@ def restore(url: str, socket: str, has_tier: bool) -> None:
     print(json.dumps({"step": step, "same": same}), flush=True)
 
 
+def save_with_one_tier(url: str, socket: str) -> None:
+    Held.gate.set()
+    sidecar = socket if dist.get_rank() == 0 else f"{socket}-absent"
+    with Checkpointer(
+        Held(open_store(url)), run="exp", sidecar=sidecar, uploads="newest", timeout=WAIT_SECONDS
+    ) as checkpointer:
+        handles = [checkpointer.save(step, state(step)) for step in range(1, 6)]
+        print(json.dumps({"local": [handle.local for handle in handles]}), flush=True)
+    with Checkpointer(url, run="exp", sidecar=None) as checkpointer:
+        print(json.dumps({"steps": checkpointer.steps()}), flush=True)
+
+
 @in_group
 def main(how: str, url: str, socket: str) -> None:
+    if how == "lacks":
+        save_with_one_tier(url, socket)
+        return
     if how.startswith("restore"):
         restore(url, socket, has_tier=how == "restore" or dist.get_rank() > 0)
         return

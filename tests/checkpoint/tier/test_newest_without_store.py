@@ -188,6 +188,11 @@ def test_a_rank_that_ends_by_an_error_does_not_wait_for_the_others(daemon: Daemo
     assert restored == [[{"step": 2, "same": True}]] * 2
 
 
+def test_if_a_rank_has_no_tier_all_ranks_upload_every_step(daemon: Daemon, tmp_path: Path) -> None:
+    ranks = launch(2, "tests.support.newest_rank_lost", "lacks", str(tmp_path / "store"), daemon.socket)
+    assert ranks == [[{"local": [False] * 5}, {"steps": [1, 2, 3, 4, 5]}]] * 2
+
+
 def committed_steps(tmp_path: Path) -> list[int]:
     with Checkpointer(tmp_path / "store", run="exp", sidecar=None) as checkpointer:
         return checkpointer.steps()
