@@ -8,6 +8,7 @@ Invariants:
 * A step that is not known to be committed is removed in two cases only: it can never be committed, or every rank with
   a record of it has a newer committed step of the same run. So its removal loses no progress. `removable_surplus`
   applies the same rule to each record, for the record's own rank.
+* Guests' records make no step of this node removable. Records of this node also count for guests' steps.
 * A guest's step is also removable if each of its ranks has `GUEST_STEPS` newer records here. Its own node has sent
   those, so the older one is not needed any more.
 * The functions do no I/O.
@@ -101,7 +102,8 @@ def as_guest(record: Record) -> Record:
     return msgspec.structs.replace(record, guest=True)
 
 
-Rank = tuple[str, str, int]
+Rank = tuple[str, str, int, bool]
+"""A store, run and rank, and whether the steps are guests'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def _outdated_guests(records: list[Record]) -> set[Record]:
     places: dict[Rank, set[tuple[int, int]]] = defaultdict(set)
     for record in records:
         if not record.over:
-            places[_rank(record)].add(record.place)
+            _add(places, record)
     newest = {rank: sorted(its, reverse=True)[:GUEST_STEPS] for rank, its in places.items()}
     return {
         r
@@ -154,8 +156,14 @@ def _committed(records: list[Record]) -> dict[Rank, set[tuple[int, int]]]:
     places: dict[Rank, set[tuple[int, int]]] = defaultdict(set)
     for record in records:
         if record.committed and not record.over:
-            places[_rank(record)].add(record.place)
+            _add(places, record)
     return places
+
+
+def _add(places: dict[Rank, set[tuple[int, int]]], record: Record) -> None:
+    """Add the record's place for guests' steps, and if it is this node's own, for the steps of this node."""
+    for guest in {True, record.guest}:
+        places[record.source, record.run, record.rank, guest].add(record.place)
 
 
 def _is_removable(record: Record, newest: dict[Rank, list[tuple[int, int]]]) -> bool:
@@ -174,4 +182,4 @@ def _is_too_old(record: Record, newest: dict[Rank, list[tuple[int, int]]], steps
 
 
 def _rank(record: Record) -> Rank:
-    return record.source, record.run, record.rank
+    return record.source, record.run, record.rank, record.guest

@@ -110,3 +110,12 @@ def test_a_guests_step_stays_if_only_another_rank_has_newer_ones() -> None:
 
 def test_a_step_of_this_node_does_not_go_for_newer_ones_without_a_commit() -> None:
     assert removable_surplus([record(step, committed=False) for step in range(6)], 1) == []
+
+
+def test_a_guests_record_makes_no_step_of_this_node_removable() -> None:
+    """A guest with a valid certificate may send a record of any place, for the same run and rank."""
+    own = [record(1), *(record(step, committed=False) for step in (2, 3))]
+    sent = [record(step, timeline=99, guest=True, attempt=f"wrong-{step}") for step in (1, 2, 3)]
+    assert {r for r in removable_surplus([*own, *sent], 1) if not r.guest} == set()
+    assert [step for step in removable_steps([*own, *sent]) if not step[0].guest] == [[own[0]]]
+    assert removable_surplus([*guests(1), record(2)], 1) == guests(1)  # as after a restart on the buddy's node
