@@ -304,9 +304,8 @@ class Handle:
         )
 
     def __repr__(self) -> str:
-        state = (
-            "failed" if self._error else "committed" if self.done else "staged" if self._staged.is_set() else "staging"
-        )
+        ended = "kept" if self.local and self.kept else "failed" if self._error else "committed"
+        state = ended if self.done else "staged" if self._staged.is_set() else "staging"
         return f"Handle(step={self.step}, attempt={self.attempt!r}, {state})"
 
 

@@ -80,6 +80,7 @@ def test_saves_do_not_wait_for_an_upload_and_are_kept_meanwhile(
         assert all(handle.wait_kept(60) and handle.local for handle in kept)
         with pytest.raises(LocalOnlyError, match="step 2 is kept in this node's tier and is not uploaded"):
             kept[0].result(60)
+        assert repr(kept[0]).endswith(", kept)")
         gate.set()
         assert first.result(60).committed_by == "process"
         last = checkpointer.save(7, state(7))
