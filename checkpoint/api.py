@@ -401,7 +401,7 @@ class Checkpointer(RunExtras):
         self._lineage.restored(source, restored, latest=requested == "latest")
         if source == self._run:
             self._saves.start_over()
-            self._executor.kept_steps.clear()
+            self._executor.tier.kept_steps.clear()
         return restored.base.step
 
 

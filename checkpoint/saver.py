@@ -41,8 +41,9 @@ from headrace.checkpoint.saves import Saves
 from headrace.checkpoint.saving import plan
 from headrace.checkpoint.saving.arena import Arena, StagedCopy, Staging
 from headrace.checkpoint.saving.copying import Copying, OptimizerGate, late_tensors, optimizers_in
-from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
+from headrace.checkpoint.saving.executor import SaveExecutor
 from headrace.checkpoint.saving.slices import SlicedState, released_after
+from headrace.checkpoint.saving.staged_save import StagedSave
 from headrace.checkpoint.saving.stored_files import WithFiles
 from headrace.checkpoint.state import replicas as comparing
 from headrace.checkpoint.state.save_plan import (
@@ -244,7 +245,7 @@ class Saver:
 
     def _agree_on_tiers(self) -> None:
         """Upload every step if a rank has no tier: otherwise that rank could not keep its part of the others."""
-        lacks_tier = self._executor.find_tier() is None
+        lacks_tier = self._executor.tier.find() is None
         self._some_lack_tier = bool(self._ranks.maximum(bytes([lacks_tier]))[0])
         if self._some_lack_tier and not lacks_tier:
             warn_once(
@@ -253,7 +254,7 @@ class Saver:
 
     def _is_skipped(self) -> bool:
         """Whether the next step is only kept, because an earlier one is on its way to the store. Rank 0 decides it."""
-        is_possible = self._options.newest_only and self._executor.has_tier and not self._some_lack_tier
+        is_possible = self._options.newest_only and self._executor.tier.is_there and not self._some_lack_tier
         return is_possible and self._saves.uploading
 
     def _compare_replicas(self, step: int, prepared: PreparedSave) -> tuple[str, ...]:
@@ -443,7 +444,7 @@ class Saver:
 
     def _keep(self, save: StagedSave, handle: Handle) -> None:
         """Keep the step in the tier only. That is no failure, so the next save does not raise it."""
-        self._executor.keep(save)
+        self._executor.tier.keep(save)
         metrics.checkpoint_saves.labels("kept").inc()
         self._kept_plans.append(save.plan)
         handle.fetched = True
@@ -467,7 +468,7 @@ class Saver:
         """Upload a kept step, and set the handle's result or error. Runs in a thread."""
         peers = self._peers
         try:
-            result = self._executor.commit_kept(
+            result = self._executor.tier.commit_kept(
                 last, peers.failed_ranks if peers is not None else commit.no_failed_ranks
             )
         except BaseException as error:

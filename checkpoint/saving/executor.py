@@ -1,7 +1,6 @@
 """Runs a staged save: in the node's sidecar if one answers and accepts it, otherwise in this process.
 
-With `through_tier`, this process saves if the node has a local tier. The tier has each step before the store, and the
-arena is free as soon as the tier has it. A `local` save ends there.
+With `through_tier`, this process saves if the node has a local tier (`headrace.checkpoint.saving.tier_saves`).
 Invariant: after a transient error the executor first asks the repository whether the step was committed. An arena
 that a lost worker may still be reading is not reused. Two workers of one save do no harm: their packs have different
 names, and the first manifest counts.
@@ -14,23 +13,21 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 from headrace.checkpoint.format.chunking import digest
 from headrace.checkpoint.repository import commit
-from headrace.checkpoint.repository.commit import Attempt, FinalError
+from headrace.checkpoint.repository.commit import Attempt
 from headrace.checkpoint.saving import plan as plans
-from headrace.checkpoint.saving.commit_worker import commit_kept, commit_staged, keep_staged, result_of
+from headrace.checkpoint.saving.commit_worker import commit_staged, result_of
 from headrace.checkpoint.saving.plan import Event, OwnManifest, PutPlan, Released
 from headrace.checkpoint.saving.progress import ProgressFile
-from headrace.checkpoint.saving.upload import ArenaBytes
-from headrace.checkpoint.tier.restoring import NodeTier, node_tier
-from headrace.checkpoint.tier.saving import KeptSteps, local_only_error
+from headrace.checkpoint.saving.staged_save import ArenaOwner, StagedSave
+from headrace.checkpoint.saving.tier_saves import TierSaves, without_abort
+from headrace.checkpoint.tier.restoring import node_tier
 from headrace.dataio.core.clock import SYSTEM_CLOCK, Clock
 from headrace.dataio.core.crashpoints import declare
 from headrace.dataio.core.errors import (
-    CapacityError,
     DeadlineError,
     HeadraceError,
     NotFoundError,
@@ -55,41 +52,10 @@ ROUNDS = 5
 """The maximum number of times that one save is followed at a daemon, restarts included."""
 _KEPT_MANIFEST_BYTES = 8 * MIB
 """The next save uses a manifest of up to this size from memory. It reads a larger manifest from the store."""
-_WITHOUT_BASES = 15
-"""The number of uploads without bases that follow an upload for which the bases had no chunk."""
 _POLL = 0.2
 _WATCH_SECONDS = 5.0
 _plan_built = declare("trainer.plan-built", "the arena is full, the plan is built, the sidecar has neither")
 _log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedSave:
-    """A staged save.
-
-    - `arena_fd`: -1 for a state in slices or with large artifacts, which only this process can save.
-    - `give_back`, `abandon`: release the arena for the next save, or drop it because a worker may still read it.
-    - `handed_over`: called with "sidecar" or "process".
-    - `through`: wraps the store when this process saves; None to use it as it is.
-    - `failed_ranks`: reports ranks that have ended. It is used only without a daemon, because a daemon stores the parts
-      of ended ranks.
-    - `silent_ranks`: reports ranks on a lost node; None if that cannot be observed.
-    - `local`: only keep the step in the node's tier.
-    - `kept`: called when the tier has all of the rank's part.
-    """
-
-    plan: PutPlan
-    arena_fd: int
-    view: Callable[[], ArenaBytes]
-    give_back: Callable[[], None]
-    abandon: Callable[[], None]
-    handed_over: Callable[[str], None]
-    urgent: bool = False
-    through: Callable[[Store], Store] | None = None
-    failed_ranks: commit.FailedRanks = commit.no_failed_ranks
-    silent_ranks: commit.FailedRanks | None = None
-    local: bool = False
-    kept: Callable[[], None] = lambda: None
 
 
 class SaveExecutor:
@@ -105,8 +71,14 @@ class SaveExecutor:
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._store, self._sidecar_name, self._meter, self._clock = store, sidecar, meter, clock
-        self._through_tier, self.has_tier, self.kept_steps = through_tier, False, KeptSteps()
-        self._without_bases = 0
+        self._through_tier = through_tier
+        self.tier = TierSaves(
+            store,
+            find_sidecar=self._find,
+            commit=lambda save, local_tier: self._commit_in_process(save, shared=False, local_tier=local_tier),
+            result_or_raise=self._result_or_raise,
+            clock=clock,
+        )
         self._sidecar: Sidecar | None = None
         self.own_manifest: OwnManifest | None = None
         """This rank's manifest of the step that the last save committed. None before the first save and after a failed one."""
@@ -115,111 +87,13 @@ class SaveExecutor:
     def commit_staged(self, save: StagedSave) -> dict[str, object]:
         """Commit the save and return its report. The arena is released as soon as possible."""
         try:
-            local_tier = self.find_tier() if self._through_tier else None
-            result = self._commit_anywhere(save) if local_tier is None else self._commit_through_tier(save, local_tier)
+            local_tier = self.tier.find() if self._through_tier else None
+            result = self._commit_anywhere(save) if local_tier is None else self.tier.upload(save, local_tier)
         except BaseException:
             self.own_manifest = None
             raise
         self.own_manifest = own_manifest_of(result, result.pop("encoded", None))
         return result
-
-    def keep(self, save: StagedSave) -> None:
-        """Keep the step in the node's tier only. The arena is released as soon as the tier has it."""
-        save.handed_over("process")
-        try:
-            local_tier = self.find_tier()
-            if local_tier is None:
-                raise NotFoundError(
-                    f"step {save.plan.step} is not saved: the node's sidecar reports no local tier",
-                    hint="see `headrace sidecar status`; the next save is uploaded",
-                )
-            store = self._store if save.through is None else save.through(self._store)
-            try:
-                record = keep_staged(
-                    save.view(), save.plan, lambda _: None, store=store, local_tier=local_tier, clock=self._clock
-                )
-            except CapacityError:
-                self.has_tier = False  # the next save asks again
-                raise
-        finally:
-            save.give_back()
-        save.kept()
-        self.kept_steps.add(local_tier, record)
-
-    def commit_kept(
-        self, plan: PutPlan, failed_ranks: commit.FailedRanks = commit.no_failed_ranks
-    ) -> dict[str, object]:
-        """Upload and commit a step that `keep` has kept. `failed_ranks`: see `StagedSave`."""
-        local_tier = self.find_tier()
-        if local_tier is None:
-            raise NotFoundError(f"step {plan.step} is not uploaded: the node's sidecar reports no local tier")
-        return self._upload_kept(plan, local_tier, failed_ranks)
-
-    def _upload_kept(self, plan: PutPlan, local_tier: LocalTier, failed_ranks: commit.FailedRanks) -> dict[str, object]:
-        try:
-            return commit_kept(
-                plan,
-                store=self._store,
-                local_tier=local_tier,
-                failed_ranks=_without_abort(failed_ranks, plan),
-                clock=self._clock,
-            )
-        except FinalError:
-            raise
-        except TransientError as error:
-            raise local_only_error(error, plan.step) from error
-
-    def find_tier(self) -> LocalTier | None:
-        """The node's tier. It is looked up for each save, because the sidecar may start or stop."""
-        local_tier = NodeTier(self._find()).local_tier if self._sidecar_name is not None else None
-        self.has_tier = local_tier is not None
-        if local_tier is None:
-            warn_once(_log, 'uploads="newest" needs a sidecar with a local tier: every step is uploaded', "node")
-        return local_tier
-
-    def _commit_through_tier(self, save: StagedSave, local_tier: LocalTier) -> dict[str, object]:
-        """Commit in this process, with the tier before the store. A step whose upload failed counts as kept."""
-        try:
-            return self._upload_through_tier(save, local_tier)
-        except BaseException:
-            self.kept_steps.add_failed(local_tier, self._store.location.url, save.plan)
-            raise
-
-    def _upload_through_tier(self, save: StagedSave, local_tier: LocalTier) -> dict[str, object]:
-        """Commit in this process, with the tier before the store.
-
-        If the bases had no chunk of an earlier step, the next ones are kept without bases and uploaded from the tier.
-        Then the trainer's next save does not wait until the store has answered about the bases.
-        """
-        save.handed_over("process")
-        plan = save.plan
-        try:
-            if self._without_bases and save.arena_fd >= 0 and not plan.description_data:
-                self._without_bases -= 1
-                return self._keep_and_commit(save, local_tier)
-            result = self._commit_in_process(save, shared=False, local_tier=local_tier)
-        except TransientError as error:
-            return self._result_or_raise(plan, error)
-        if plan.bases and plan.compression != "delta" and not result["bytes_deduplicated"]:
-            self._without_bases = _WITHOUT_BASES
-        return result
-
-    def _keep_and_commit(self, save: StagedSave, local_tier: LocalTier) -> dict[str, object]:
-        """Keep the step, release the arena, and upload the step from the tier. If the tier is full, as without this."""
-        began, release = self._clock.monotonic(), save.give_back
-        try:
-            keep_staged(
-                save.view(), save.plan, lambda _: None, store=self._store, local_tier=local_tier, clock=self._clock
-            )
-        except CapacityError:
-            release = _nothing
-            return self._commit_in_process(save, shared=False, local_tier=local_tier)
-        finally:
-            release()
-        kept = self._clock.monotonic() - began
-        save.kept()
-        result = self._upload_kept(save.plan, local_tier, save.failed_ranks)
-        return result | {"kept": kept, "seconds": self._clock.monotonic() - began}
 
     def _commit_anywhere(self, save: StagedSave) -> dict[str, object]:
         sidecar, staged = self._hand_over(save)
@@ -266,6 +140,8 @@ class SaveExecutor:
             return (sidecar if may_have_started else None), None
 
     def _find(self) -> Sidecar | None:
+        if self._sidecar_name is None:
+            return None
         with self._lock:
             if self._sidecar is None or self._sidecar.broken:
                 self._sidecar = Sidecar.find(self._sidecar_name)
@@ -298,7 +174,7 @@ class SaveExecutor:
                 store = self._store if save.through is None else save.through(self._store)
                 failed_ranks = commit.no_failed_ranks if shared else save.failed_ranks
                 if through_tier:
-                    failed_ranks = _without_abort(failed_ranks, save.plan)
+                    failed_ranks = without_abort(failed_ranks, save.plan)
                 result = commit_staged(
                     save.view(),
                     save.plan,
@@ -324,7 +200,7 @@ class SaveExecutor:
             return self._follow(save, sidecar, staged)
 
     def _follow(self, save: StagedSave, sidecar: Sidecar, staged: StagedJob) -> dict[str, object]:
-        owner = _ArenaOwner(save)
+        owner = ArenaOwner(save)
         for _ in range(ROUNDS):
             try:
                 staged.wait_released(COMMIT_SECONDS)
@@ -432,46 +308,6 @@ class SaveExecutor:
         if committed is None or not committed.commits(plan.attempt):
             return None
         return result_of(self._store, attempt, plan.rank, committed)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _without_abort(failed_ranks: commit.FailedRanks, plan: PutPlan) -> commit.FailedRanks:
-    """As `failed_ranks`, but raise for a rank that is missing a second time. Its part may be in a tier.
-
-    The attempt is then not aborted, and a restore can still commit the step.
-    """
-    before = ""
-
-    def failed(ranks: Sequence[int]) -> str:
-        nonlocal before
-        lost = failed_ranks(ranks)
-        if len(ranks) < plan.world_size:  # otherwise it is no question about missing ranks
-            if lost and lost == before:
-                raise TransientError(f"step {plan.step} is not committed: {lost}", hint="start the ranks again")
-            before = lost
-        return lost
-
-    return failed
-
-
-class _ArenaOwner:
-    """Gives the arena of a save back, or abandons it, once."""
-
-    def __init__(self, save: StagedSave) -> None:
-        self._staged_save, self.released = save, False
-
-    def give_back(self) -> None:
-        if not self.released:
-            self.released = True
-            self._staged_save.give_back()
-
-    def abandon(self) -> None:
-        if not self.released:
-            self.released = True
-            self._staged_save.abandon()
 
 
 def attempt_of(plan: PutPlan) -> Attempt:

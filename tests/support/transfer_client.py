@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from headrace.checkpoint.format.documents import Base
-from headrace.checkpoint.saving.executor import SaveExecutor, StagedSave
+from headrace.checkpoint.saving.executor import SaveExecutor
+from headrace.checkpoint.saving.staged_save import StagedSave
 from headrace.dataio.core.errors import HeadraceError
 from headrace.dataio.sidecar.client import SaveMeter
 from headrace.dataio.sidecar.jobs.memfd import sealed
