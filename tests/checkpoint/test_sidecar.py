@@ -18,6 +18,7 @@ import torch
 from headrace.checkpoint import Checkpointer, attachments, read, read_artifact
 from headrace.checkpoint.repository import check, survey
 from headrace.checkpoint.saving import executor
+from headrace.checkpoint.saving.staged_save import StagedSave
 from headrace.dataio.core.errors import DeadlineError, TransientError
 from headrace.dataio.sidecar import connection
 from headrace.dataio.sidecar.client import SaveMeter, Sidecar, StagedJob
@@ -318,7 +319,7 @@ def test_a_save_that_a_daemon_carries_ends_when_another_ranks_node_is_lost(
     with open_store(tmp_path) as store:
         made = make(store, tiny_state(1), step=1, number=begin(store), world_size=2)
         fd = sealed("arena", bytes(made.arena))
-        save = executor.StagedSave(
+        save = StagedSave(
             plan=made.plan,
             arena_fd=fd,
             view=lambda: made.arena,
