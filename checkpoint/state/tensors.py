@@ -226,9 +226,8 @@ def overlapping(ranges: Iterable[tuple[T, tuple[int, int] | None]]) -> Iterator[
 
 
 def storage_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The bytes [start, stop) of the tensor's storage, as a view."""
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+    """The bytes [start, stop) of the tensor's storage, as a view. It shares the tensor's version counter."""
+    return tensor.detach().as_strided((1,), (1,), 0).view(torch.uint8).as_strided((stop - start,), (1,), start)
 
 
 def view_of(
