@@ -187,11 +187,11 @@ def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_restored(tmp_path:
     freed, whole = torch.ones(5), torch.ones(5)
     freed.untyped_storage().resize_(0)
     with open_at(tmp_path) as checkpointer:
-        with pytest.raises(UnsupportedError, match="^layer/w: the memory of the tensor was freed"):
+        with pytest.raises(UnsupportedError, match=r"^layer/w: the memory of the tensor was freed"):
             checkpointer.save(1, {"layer": {"w": freed}})
         checkpointer.save(1, {"layer": {"w": whole}, "n": 1}).result(60)
         given = {"n": 0, "layer": {"w": freed}}
-        with pytest.raises(UnsupportedError, match="^layer/w: the memory of the tensor was freed"):
+        with pytest.raises(UnsupportedError, match=r"^layer/w: the memory of the tensor was freed"):
             checkpointer.restore(given)
     assert given["n"] == 0
 

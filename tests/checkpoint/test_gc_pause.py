@@ -69,7 +69,6 @@ def test_a_child_that_is_forked_while_another_thread_plans_collects_garbage() ->
     assert not gc.isenabled(), "the parent is as it was"
 
 
-
 def test_a_child_that_is_forked_inside_the_block_collects_garbage() -> None:
     with gc_paused():
         assert exit_code_of_child() == 0

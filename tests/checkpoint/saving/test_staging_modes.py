@@ -40,7 +40,11 @@ class Gate:
 
         def slow(arena: Any, part: Any) -> None:
             sources = part.tensors if hasattr(part, "tensors") else [part.tensor]
-            if any(map(Gate.is_late, sources)) and self.armed and threading.current_thread().name.startswith("headrace-stage"):
+            if (
+                any(map(Gate.is_late, sources))
+                and self.armed
+                and threading.current_thread().name.startswith("headrace-stage")
+            ):
                 self.came += 1
                 assert self.opened.wait(150)
             inner(arena, part)
@@ -171,7 +175,6 @@ def test_a_manual_change_of_a_parameter_that_is_saved_with_a_view_of_it_fails_th
         gate.opened.set()
         with pytest.raises(UsageError, match="was written while it was being copied"):
             handle.result(60)
-
 
 
 def test_parameters_without_an_optimizer_in_the_state_are_copied_before_save_returns(tmp_path: Path) -> None:
