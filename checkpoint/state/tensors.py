@@ -95,7 +95,8 @@ def describe_plain(tensor: torch.Tensor) -> LocalTensor | None:
     dtype = name_of(tensor.dtype)
     if tensor.is_meta or tensor.is_nested or tensor.is_quantized or dtype not in ITEM_BYTES:
         return None
-    return LocalTensor(tensor, dtype, _whole(tensor.shape), False, tensor.data_ptr() if tensor.numel() else None)
+    address = _address(tensor)
+    return None if address == 0 else LocalTensor(tensor, dtype, _whole(tensor.shape), False, address)
 
 
 def describe(tensor: torch.Tensor, path: str) -> LocalTensor:
@@ -108,7 +109,17 @@ def describe(tensor: torch.Tensor, path: str) -> LocalTensor:
         box = _whole(tensor.shape)
     dtype = name_of(tensor.dtype)
     _require_supported(tensor, dtype, path)
-    return LocalTensor(tensor, dtype, box, sharded, tensor.data_ptr() if tensor.numel() else None)
+    if (address := _address(tensor)) == 0:
+        raise UnsupportedError(
+            f"{path}: the memory of the tensor was freed",
+            hint="FSDP frees parameters between their uses: save what state_dict() of the wrapped module returns",
+        )
+    return LocalTensor(tensor, dtype, box, sharded, address)
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Where the first element is in memory. 0 if the memory was freed, and None for a tensor without elements."""
+    return tensor.data_ptr() if tensor.numel() else None
 
 
 def meta_shape(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]] | None:
@@ -215,9 +226,8 @@ def overlapping(ranges: Iterable[tuple[T, tuple[int, int] | None]]) -> Iterator[
 
 
 def storage_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """The bytes [start, stop) of the tensor's storage, as a view."""
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return view.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+    """The bytes [start, stop) of the tensor's storage, as a view. It shares the tensor's version counter."""
+    return tensor.detach().as_strided((1,), (1,), 0).view(torch.uint8).as_strided((stop - start,), (1,), start)
 
 
 def view_of(
@@ -233,7 +243,7 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Copy the elements of `value` into `tensor`. Sparse tensors may differ in their number of elements."""
     with torch.no_grad():
         if tensor.layout == value.layout == torch.strided and tensor.dtype == value.dtype:
-            as_bits(tensor.detach()).copy_(as_bits(value))
+            _copy_bits(tensor.detach(), value)
             return
         if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
             tensor.resize_as_sparse_(value)
@@ -329,7 +339,14 @@ class TensorSink:
         if copy.dtype != tensor.dtype:
             tensor.copy_(copy)
         else:
-            as_bits(tensor).copy_(as_bits(copy))
+            _copy_bits(tensor, copy)
+
+
+def _copy_bits(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.is_conj() or target.is_neg():  # such views cannot be viewed as integers
+        target.copy_(source)
+    else:
+        as_bits(target).copy_(as_bits(source))
 
 
 def is_wrapper(tensor: object) -> bool:

@@ -9,7 +9,7 @@ import random
 import threading
 import warnings
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,30 @@ def test_every_element_type_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> 
         assert checkpointer.restore({"zoo": fresh}) == 1
     for name, tensor in saved.items():
         assert bits_of(fresh[name]) == bits_of(tensor), name
+
+
+@pytest.mark.parametrize("made", [lambda t: t.conj(), lambda t: t.t().conj(), lambda t: t.conj().imag])
+def test_views_that_conjugate_or_negate_are_restored(made: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    saved = made(torch.randn(4, 4, dtype=torch.complex64)).clone()
+    given = made(torch.zeros(4, 4, dtype=torch.complex64))
+    assert given.is_conj() or given.is_neg()
+    with open_at(tmp_path) as checkpointer:
+        checkpointer.save(1, {"t": saved}).result(60)
+        checkpointer.restore({"t": given})
+    assert bits_of(given) == bits_of(saved)
+
+
+def test_a_tensor_whose_memory_was_freed_is_neither_saved_nor_restored(tmp_path: Path) -> None:
+    freed, whole = torch.ones(5), torch.ones(5)
+    freed.untyped_storage().resize_(0)
+    with open_at(tmp_path) as checkpointer:
+        with pytest.raises(UnsupportedError, match=r"^layer/w: the memory of the tensor was freed"):
+            checkpointer.save(1, {"layer": {"w": freed}})
+        checkpointer.save(1, {"layer": {"w": whole}, "n": 1}).result(60)
+        given = {"n": 0, "layer": {"w": freed}}
+        with pytest.raises(UnsupportedError, match=r"^layer/w: the memory of the tensor was freed"):
+            checkpointer.restore(given)
+    assert given["n"] == 0
 
 
 def test_python_values_are_replaced_and_containers_kept(tmp_path: Path) -> None:

@@ -158,9 +158,11 @@ def _file_info(ext: str, path: str) -> FileInfo:
     with open(path, "rb", buffering=0) as file:
         info = os.fstat(file.fileno())
         hasher = Hasher(piece_size(info.st_size))
-        chunk_bytes = min(_HASH_BYTES, info.st_size + 1)
-        while chunk := file.read(chunk_bytes):
+        chunk_bytes, read = min(_HASH_BYTES, info.st_size + 1), 0
+        # a file that another process still extends is not followed to its end: it will be found to have changed
+        while read <= info.st_size and (chunk := file.read(chunk_bytes)):
             hasher.update(chunk)
+            read += len(chunk)
     return FileInfo(ext, path, info.st_size, info.st_mtime_ns, hasher.whole(), hasher.pieces())
 
 

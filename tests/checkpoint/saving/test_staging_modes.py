@@ -29,14 +29,22 @@ MODES = ("eager", "lazy")
 class Gate:
     """Holds the threads that copy late pieces until it is opened; counts the pieces that came to it. `held`: the trainer too."""
 
+    @staticmethod
+    def is_late(source: torch.Tensor) -> bool:
+        """Whether the tensor is a parameter or a moment: these are matrices."""
+        return source.ndim == 2
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.held, self.came, self.armed = threading.Event(), threading.Event(), 0, False
         inner, counted = copying._copy, copying.Copying._counted
 
         def slow(arena: Any, part: Any) -> None:
             sources = part.tensors if hasattr(part, "tensors") else [part.tensor]
-            late = any(source.ndim == 2 for source in sources)  # the matrices are parameters and moments
-            if late and self.armed and threading.current_thread().name.startswith("headrace-stage"):
+            if (
+                any(map(Gate.is_late, sources))
+                and self.armed
+                and threading.current_thread().name.startswith("headrace-stage")
+            ):
                 self.came += 1
                 assert self.opened.wait(150)
             inner(arena, part)
@@ -149,6 +157,24 @@ def test_a_manual_change_during_a_lazy_copy_fails_the_save_instead_of_mixing_two
             training.model.get_parameter("0.weight").mul_(2)
         after.result(60)
         assert checkpointer.steps() == [2]
+
+
+def test_a_manual_change_of_a_parameter_that_is_saved_with_a_view_of_it_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.nn.Parameter(torch.zeros(copying.LATE_BYTES))
+    state = {"weight": weight, "view": weight.detach()[1:], "optimizer": torch.optim.SGD([weight])}
+    gate = Gate(monkeypatch)
+    monkeypatch.setattr(Gate, "is_late", staticmethod(lambda source: source.nbytes >= weight.nbytes))
+    with Checkpointer(str(tmp_path), run="exp", sidecar=None, staging="lazy") as checkpointer:
+        gate.armed = True
+        handle = checkpointer.save(1, state)
+        wait_for(lambda: gate.came)
+        with torch.no_grad():
+            weight.add_(1)
+        gate.opened.set()
+        with pytest.raises(UsageError, match="was written while it was being copied"):
+            handle.result(60)
 
 
 def test_parameters_without_an_optimizer_in_the_state_are_copied_before_save_returns(tmp_path: Path) -> None:

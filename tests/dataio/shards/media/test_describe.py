@@ -213,6 +213,15 @@ def test_a_file_that_went_away_is_named(clip: Path) -> None:
     assert "No such file" in answer.reason
 
 
+def test_a_file_that_grows_is_read_only_a_byte_beyond_its_size() -> None:
+    growing = "/proc/version"  # the kernel says that it is empty, but it is not
+    content = Path(growing).read_bytes()
+    assert len(content) > 1
+    found = describe_module._file_info("txt", growing)
+    assert found.size == 0
+    assert found.xxh3 == xxhash.xxh3_64_intdigest(content[:1])
+
+
 def test_answers_survive_the_way_between_processes(clip: Path, make_wav: MakeWav) -> None:
     for answer in (described(clip, make_wav(clip.with_suffix(".wav"))), Failure("a", "corruption", "why")):
         outcome = answer if isinstance(answer, Failure) else Prepared((Clip(suffix="-0000", described=answer),))
