@@ -14,6 +14,7 @@ With `--s3`, the store is a server on this machine with `--delay` and `--rate`. 
 with a daemon each, and the second is the buddy of the first.
 
 `--kills` and `--node-losses` kill trainers or lose nodes instead, and count the steps that are lost (`frequent_kills`).
+Each round has so many kills or losses, and its own repository.
 
 Failure behaviour: a candidate that fails is named, and the others continue.
 """
@@ -129,7 +130,7 @@ def _kill(job: Job, part: Part, url: str, tiers: str) -> None:
     function = "measure_losses" if args.node_losses else "measure_kills"
     arguments = (str(job.scratch), url, args.mib, args.step, times, tiers, _TIER_STEPS * args.mib * MIB)
     candidate = Candidate(name, f"headrace.bench.workloads.frequent_kills:{function}", arguments)
-    alternate([candidate], 1, job.progress, part.candidates, seconds=times * _DEADLINE_SECONDS)
+    alternate([candidate], job.rounds, job.progress, part.candidates, seconds=times * _DEADLINE_SECONDS)
 
 
 def _notes(job: Job) -> list[str]:

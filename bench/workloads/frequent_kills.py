@@ -10,7 +10,7 @@ Every element of the state is a random number of the first step, plus the number
 no chunk is equal in two steps, and the whole state of a step is known.
 
 Invariant: after each restore, all bytes are compared with those of the trainer at that step. Other bytes fail the
-benchmark, and so does a trainer that fails.
+benchmark, and so does a trainer that fails. A save that fails, as on a full disk, fails the trainer.
 
 Failure behaviour: `RuntimeError` if a trainer fails, or takes longer than `DEADLINE_SECONDS`. Its error is on standard
 error.
@@ -21,9 +21,12 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import secrets
+import shutil
 import signal
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +35,7 @@ from typing import Any
 
 from headrace.bench.core.nodes import Node, two_nodes
 from headrace.bench.core.results import Metric
+from headrace.dataio.core.errors import ConflictError
 from headrace.dataio.core.limits import MIB
 
 METRICS = {
@@ -74,11 +78,14 @@ def measure_kills(
     with _nodes(folder, tiers, tier_bytes) as nodes:
         for node in nodes:
             node.start()
-        job = Job(url, mib, seconds, str(nodes[0].socket) if nodes else None)
+        job = Job(_new_repository(url), mib, seconds, str(nodes[0].socket) if nodes else None)
         runs = _Runs(Path(folder), job)
-        for _ in range(kills):
-            runs.train(job)
-            runs.read(counts=True)
+        try:
+            for _ in range(kills):
+                runs.train(job)
+                runs.read(counts=True)
+        finally:
+            shutil.rmtree(job.url, ignore_errors=True)  # the next round needs the space; a server keeps its objects
         return runs.figures(kills)
 
 
@@ -88,6 +95,7 @@ def measure_losses(
     """Lose node A at random moments, and restore on node B."""
     with _nodes(folder, tiers, tier_bytes) as (a, b):
         b.start()
+        url = _new_repository(url)
         on_a, on_b = (Job(url, mib, seconds, str(node.socket), first_steps=8) for node in (a, b))
         runs = _Runs(Path(folder), on_a)
         for _ in range(losses):
@@ -96,6 +104,11 @@ def measure_losses(
             runs.read(counts=False)
             runs.restore(on_b)
         return runs.figures(losses)
+
+
+def _new_repository(url: str) -> str:
+    """The URL of a repository below `url`, which no round before has used."""
+    return f"{url}/{secrets.token_hex(4)}"
 
 
 @contextlib.contextmanager
@@ -122,7 +135,7 @@ class _Runs:
 
         assert headrace.checkpoint
         torch.set_num_threads(1)
-        self._journal, self._random = folder / "journal", random.Random(0)
+        self._journal, self._random = folder / "journal", random.Random()
         self._first = [_first_values(number) for number in range(job.mib)]
         self._finished = 0
         self.lost, self.restores = list[int](), list[float]()
@@ -231,22 +244,32 @@ def _restore(job: Job, first: list[Any], journal: Path) -> None:
 
 
 def _train(job: Job, first: list[Any], journal: Path) -> None:
-    """Restore, and save after every step until this process is killed."""
+    """Restore, and save after every step until this process is killed.
+
+    These are not failures: a step that only the tier keeps, and one that the daemon committed for the trainer before.
+    """
     import torch
 
-    training, checkpointer = _State(first), _checkpointer(job)
-    step = training.restore(checkpointer, journal)
-    gradient = torch.full((MIB // 4,), -1.0)
-    for tensor in training.tensors.values():
-        tensor.grad = gradient
-    due = time.perf_counter()
-    while True:
-        due = max(due + job.seconds, time.perf_counter())
-        time.sleep(max(due - time.perf_counter(), 0.0))
-        training.optimizer.step()
-        step += 1
-        _append(journal, str(step))
-        checkpointer.save(step, training.state)
+    from headrace.checkpoint.tier.saving import LocalOnlyError
+
+    with _checkpointer(job) as checkpointer:
+        training = _State(first)
+        step = training.restore(checkpointer, journal)
+        gradient = torch.full((MIB // 4,), -1.0)
+        for tensor in training.tensors.values():
+            tensor.grad = gradient
+        due, handles = time.perf_counter(), deque[Any]()
+        while True:
+            due = max(due + job.seconds, time.perf_counter())
+            time.sleep(max(due - time.perf_counter(), 0.0))
+            training.optimizer.step()
+            step += 1
+            _append(journal, str(step))
+            handles.append(checkpointer.save(step, training.state))
+            while handles and handles[0].done:
+                error = handles.popleft().error
+                if error is not None and not isinstance(error, (ConflictError, LocalOnlyError)):
+                    raise error
 
 
 def _checkpointer(job: Job) -> Any:

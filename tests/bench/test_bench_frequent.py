@@ -6,12 +6,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from headrace.bench.core.processes import environment_variables, server
 from headrace.bench.workloads import frequent, frequent_kills
+from headrace.dataio.core.errors import CapacityError
 from headrace.dataio.core.limits import MIB
+from headrace.dataio.store.posix import PosixStore
 
 FORKS = pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made with openssl")
@@ -75,14 +78,26 @@ def test_a_lost_node_loses_few_steps_of_those_that_its_buddy_gets(folder: Path, 
     assert set(figures) == set(frequent_kills.METRICS)
 
 
+def test_a_save_that_fails_ends_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk. Otherwise, the steps of the failed saves would count as steps that the kill has lost."""
+    monkeypatch.setattr(PosixStore, "put_multipart", Mock(side_effect=CapacityError("no space left")))
+    (journal := tmp_path / "journal").touch()
+    job = frequent_kills.Job(str(tmp_path / "checkpoints"), 1, 0.02)
+    with pytest.raises(CapacityError, match="no space left"):
+        frequent_kills._train(job, [frequent_kills._first_values(0)], journal)
+
+
 @FORKS
-def test_a_trainer_that_restores_other_values_is_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer_that_restores_other_values_is_noticed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trainer expects other values, since the tensors in the store began elsewhere."""
     import torch
 
     from headrace.checkpoint import Checkpointer
 
     url = str(tmp_path / "checkpoints")
+    monkeypatch.setattr(frequent_kills, "_new_repository", lambda url: url)
     with Checkpointer(url, run="r", sidecar=None) as checkpointer:
         tensors = {f"layer_{n}": torch.full((1 << 18,), 7.0) for n in range(4)}
         optimizer = torch.optim.SGD(list(tensors.values()), lr=1.0, foreach=True)

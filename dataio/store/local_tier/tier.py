@@ -197,8 +197,8 @@ class LocalTier:
     def make_room(self, size: int, claim: Callable[[int], None] = lambda _: None) -> None:
         """Remove steps until `size` more bytes fit, then call `claim` with the number of bytes to reserve.
 
-        That number is `size`, or `ROOM_BYTES` if that is more and is free. Raises `CapacityError` if the removable
-        steps are too small.
+        That number is `size`, and up to `ROOM_BYTES` in advance: an eighth of the free space at most, so that other
+        writers find some. Raises `CapacityError` if the removable steps are too small.
         """
         with self.locked():
             excess = self._used() + size - self.limits.bytes
@@ -216,9 +216,9 @@ class LocalTier:
                     "are used by steps that have no other copy, or are being written",
                     hint="raise tier_bytes",
                 )
-            granted = max(size, ROOM_BYTES) if excess + ROOM_BYTES <= size else size
-            self._spare.trim(-excess - (granted - size))
-            claim(granted)
+            advance = min(max(ROOM_BYTES - size, 0), -excess // 8)
+            self._spare.trim(-excess - advance)
+            claim(size + advance)
 
     def take_spare(self, target: Path, claim: Callable[[int], None]) -> int | None:
         """Move a spare file to `target`, and call `claim` with its size. Returns its descriptor; None if there is none."""
