@@ -14,7 +14,7 @@ With `--s3`, the store is a server on this machine with `--delay` and `--rate`. 
 with a daemon each, and the second is the buddy of the first.
 
 `--kills` and `--node-losses` kill trainers or lose nodes instead, and count the steps that are lost (`frequent_kills`).
-Each round has so many kills or losses, and its own repository.
+Each round has this number of kills or losses, and its own repository.
 
 Failure behaviour: a candidate that fails is named, and the others continue.
 """
@@ -83,8 +83,12 @@ _BUCKET = "bench"
     argument("--rate", type=float, default=0, metavar="MB", help="the most MB a second to and from the server"),
     argument("--local-tier", action="store_true", help="save through a local tier, with a buddy on a second node"),
     argument("--tier-directory", type=Path, metavar="PATH", help="where the tiers are (default: --directory)"),
-    argument("--kills", type=int, default=0, help="kill a trainer this often, instead (default: %(default)s)"),
-    argument("--node-losses", type=int, default=0, help="lose a node this often, instead; needs --local-tier"),
+    argument(
+        "--kills", type=int, default=0, help="kill a trainer this often in each round, instead (default: %(default)s)"
+    ),
+    argument(
+        "--node-losses", type=int, default=0, help="lose a node this often in each round, instead; needs --local-tier"
+    ),
 )
 def frequent(job: Job, part: Part) -> None:
     """Measure all candidates in turn, or kill trainers, or lose nodes."""

@@ -75,17 +75,16 @@ def measure_kills(
 
     With `tiers`, the folder of the nodes' tiers, they save through a local tier with a buddy.
     """
-    with _nodes(folder, tiers, tier_bytes) as nodes:
+    url = _new_repository(url)
+    with _removed(url), _nodes(folder, tiers, tier_bytes) as nodes:
         for node in nodes:
             node.start()
-        job = Job(_new_repository(url), mib, seconds, str(nodes[0].socket) if nodes else None)
+        job = Job(url, mib, seconds, str(nodes[0].socket) if nodes else None)
         runs = _Runs(Path(folder), job)
-        try:
-            for _ in range(kills):
-                runs.train(job)
-                runs.read(counts=True)
-        finally:
-            shutil.rmtree(job.url, ignore_errors=True)  # the next round needs the space; a server keeps its objects
+        for _ in range(kills):
+            runs.train(job)
+            runs.read(counts=True)
+        runs.restore(job)  # what the last kill has lost
         return runs.figures(kills)
 
 
@@ -107,8 +106,18 @@ def measure_losses(
 
 
 def _new_repository(url: str) -> str:
-    """The URL of a repository below `url`, which no round before has used."""
+    """The URL of a new repository below `url`."""
     return f"{url}/{secrets.token_hex(4)}"
+
+
+@contextlib.contextmanager
+def _removed(url: str) -> Iterator[None]:
+    """Remove the repository after the block, if it is a folder. The next round needs the space."""
+    try:
+        yield
+    finally:
+        if "://" not in url:
+            shutil.rmtree(url, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -119,6 +128,10 @@ def _nodes(folder: str, tiers: str, tier_bytes: int) -> Iterator[tuple[Node, ...
         return
     with two_nodes(Path(folder), Path(tiers), {}, tier_bytes=str(tier_bytes)) as nodes:
         yield nodes
+
+
+_FAILED = "failed"
+"""A trainer writes it to the journal when one of its saves has failed, because it may be killed before it ends."""
 
 
 class _Runs:
@@ -147,9 +160,12 @@ class _Runs:
             self._wait(child, job.first_steps)
             time.sleep(self._random.uniform(0, _MOST_STEPS) * job.seconds)
         finally:
+            status = 0
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
+                _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status) or _FAILED in self._journal.read_text():
+            raise RuntimeError("a trainer failed; its error is above")
         lose()
 
     def restore(self, job: Job) -> None:
@@ -162,7 +178,7 @@ class _Runs:
     def read(self, *, counts: bool) -> None:
         """Read the journal of a trainer that has ended.
 
-        With `counts`, it may have lost steps of the trainer before it. Without, that is an error.
+        With `counts`, it may have lost steps of the previous trainer. Without, that is an error.
         """
         restored, *finished = [line for line in self._journal.read_text().split("\n") if line.strip()]
         step, seconds = restored.split()
@@ -246,7 +262,8 @@ def _restore(job: Job, first: list[Any], journal: Path) -> None:
 def _train(job: Job, first: list[Any], journal: Path) -> None:
     """Restore, and save after every step until this process is killed.
 
-    These are not failures: a step that only the tier keeps, and one that the daemon committed for the trainer before.
+    With a daemon, two errors are not failures: only the tier has the step, or the daemon has committed it for the
+    previous trainer.
     """
     import torch
 
@@ -258,6 +275,7 @@ def _train(job: Job, first: list[Any], journal: Path) -> None:
         gradient = torch.full((MIB // 4,), -1.0)
         for tensor in training.tensors.values():
             tensor.grad = gradient
+        expected = (ConflictError, LocalOnlyError) if job.sidecar else ()
         due, handles = time.perf_counter(), deque[Any]()
         while True:
             due = max(due + job.seconds, time.perf_counter())
@@ -268,7 +286,8 @@ def _train(job: Job, first: list[Any], journal: Path) -> None:
             handles.append(checkpointer.save(step, training.state))
             while handles and handles[0].done:
                 error = handles.popleft().error
-                if error is not None and not isinstance(error, (ConflictError, LocalOnlyError)):
+                if error is not None and not isinstance(error, expected):
+                    _append(journal, _FAILED)
                     raise error
 
 

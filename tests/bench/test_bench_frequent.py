@@ -67,6 +67,7 @@ def test_killed_trainers_lose_few_steps(tmp_path: Path) -> None:
     assert figures["kills"] == 4
     assert figures["steps_lost_max"] >= figures["steps_lost_mean"] >= 0
     assert set(figures) == set(frequent_kills.METRICS)
+    assert not list((tmp_path / "checkpoints").iterdir()), "the next round needs the space"
 
 
 @FORKS
@@ -78,13 +79,16 @@ def test_a_lost_node_loses_few_steps_of_those_that_its_buddy_gets(folder: Path, 
     assert set(figures) == set(frequent_kills.METRICS)
 
 
-def test_a_save_that_fails_ends_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@FORKS
+def test_a_save_that_fails_is_noticed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a full disk. Otherwise, the steps of the failed saves would count as steps that the kill has lost."""
     monkeypatch.setattr(PosixStore, "put_multipart", Mock(side_effect=CapacityError("no space left")))
-    (journal := tmp_path / "journal").touch()
-    job = frequent_kills.Job(str(tmp_path / "checkpoints"), 1, 0.02)
-    with pytest.raises(CapacityError, match="no space left"):
-        frequent_kills._train(job, [frequent_kills._first_values(0)], journal)
+    url = str(tmp_path / "checkpoints")
+    with pytest.raises(RuntimeError, match="a trainer failed"):
+        frequent_kills.measure_kills(str(tmp_path), url, 1, 0.3, 20, "", 0)
+    assert "no space left" in capfd.readouterr().err
 
 
 @FORKS

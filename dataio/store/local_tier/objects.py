@@ -31,7 +31,7 @@ from headrace.dataio.store.local_tier.spare import LEAST_BYTES
 
 MAGIC = b"MLRKEPT1"
 ROOM_BYTES = 64 * MIB
-"""How much a writer reserves at a time at most, if the tier has much free space (`LocalTier.make_room`)."""
+"""The most that a writer reserves at once, unless it needs more (`LocalTier.make_room`)."""
 _TAIL = struct.Struct("<I8s")
 _LABEL_BYTES = 8192
 _COUNT = struct.Struct("<Q")

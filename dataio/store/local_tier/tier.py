@@ -197,8 +197,9 @@ class LocalTier:
     def make_room(self, size: int, claim: Callable[[int], None] = lambda _: None) -> None:
         """Remove steps until `size` more bytes fit, then call `claim` with the number of bytes to reserve.
 
-        That number is `size`, and up to `ROOM_BYTES` in advance: an eighth of the free space at most, so that other
-        writers find some. Raises `CapacityError` if the removable steps are too small.
+        That number is `size` plus an advance. The advance is at most an eighth of the space that is left after `size`,
+        so other writers find some. The sum is at most `ROOM_BYTES`, unless `size` is larger. Raises `CapacityError` if
+        the removable steps are too small.
         """
         with self.locked():
             excess = self._used() + size - self.limits.bytes
