@@ -92,9 +92,9 @@ def measure_losses(
     folder: str, url: str, mib: int, seconds: float, losses: int, tiers: str, tier_bytes: int
 ) -> dict[str, float]:
     """Lose node A at random moments, and restore on node B."""
-    with _nodes(folder, tiers, tier_bytes) as (a, b):
+    url = _new_repository(url)
+    with _removed(url), _nodes(folder, tiers, tier_bytes) as (a, b):
         b.start()
-        url = _new_repository(url)
         on_a, on_b = (Job(url, mib, seconds, str(node.socket), first_steps=8) for node in (a, b))
         runs = _Runs(Path(folder), on_a)
         for _ in range(losses):
